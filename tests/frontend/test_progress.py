@@ -31,7 +31,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     stderr = Terminal()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))  # pytest sets sys.stderr again after this
     monkeypatch.setattr(last_resort, "sys", SimpleNamespace(stderr=stderr))
-    monkeypatch.setattr(progress, "PAUSE_S", 0.0)
+    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     LOG.setLevel(logging.WARNING)
     yield stderr

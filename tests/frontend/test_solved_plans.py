@@ -224,11 +224,11 @@ def test_quick_solves_and_those_that_met_a_target_leave_no_row(folder: Path) -> 
     """Reading a row takes as long as a quick solve, and a target says nothing of the time a search had."""
     problem = Problem(graph(), 9)
     result = cheapest(problem, Finds(), Limits(time_s=5))
-    store = SolvedPlans(folder / "other.sqlite", least_s=0.2)
+    store = SolvedPlans(folder / "other.sqlite")
     store.add(problem, Limits(), msgspec.structs.replace(result, termination=Termination(Reason.FEASIBLE, limit="target")))
-    store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.19))
+    store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.019))
     assert store.get(problem, result.solver, Limits()) is None
-    store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.21))
+    store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.021))
     assert store.get(problem, result.solver, Limits()) is not None
 
 

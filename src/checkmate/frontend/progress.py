@@ -27,7 +27,7 @@ from checkmate.solvers.session import OnProgress
 
 ItemT = TypeVar("ItemT")
 
-PAUSE_S = 0.1
+_PAUSE_S = 0.1
 """Least time between two redraws."""
 
 LATE_S = 5.0
@@ -193,7 +193,7 @@ def _started() -> _Work | None:
 
 def _draw(work: _Work, *, at_once: bool = False) -> None:
     now = time.perf_counter()
-    if work.texts and (at_once or now - work.drawn >= PAUSE_S):
+    if work.texts and (at_once or now - work.drawn >= _PAUSE_S):
         work.drawn = now
         work.draw(work.texts[-1])
 

@@ -33,6 +33,10 @@ PLANNED_BEFORE: Final = "planned before"
 """Detail of the termination of a result that comes from the store."""
 
 
+_LEAST_S: Final = 0.02
+"""Seconds of a solve whose plan is worth storing: one that searched, for which a new process takes a second to load kernels."""
+
+
 class _Row(msgspec.Struct, frozen=True, array_like=True):
     """One solved problem."""
 
@@ -52,17 +56,15 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 class SolvedPlans:
     """Plans that were found before, by problem and solver, in a file of the user's cache folder by default.
 
-    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again. A solve that
-    took less than ``least_s`` is not worth storing: reading a row takes as long, and a new process takes a second to load
-    kernels.
+    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, least_s: float = 0.02) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         def locate() -> Path:
             return Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
 
         schema = "CREATE TABLE IF NOT EXISTS solved (key TEXT PRIMARY KEY, row BLOB NOT NULL, checksum TEXT NOT NULL)"
-        self._locate, self._least_s = locate, least_s
+        self._locate = locate
         self.database = Database(locate, schema, "plans are searched again in every process")
 
     @classmethod
@@ -103,7 +105,7 @@ class SolvedPlans:
 
     def add(self, problem: Problem, limits: Limits, result: Result) -> None:
         """Store the result of a solve within limits, unless it took next to no time, or ended at a target."""
-        if result.elapsed_s < self._least_s or result.termination.limit == "target":
+        if result.elapsed_s < _LEAST_S or result.termination.limit == "target":
             return
         most_s = math.inf if limits.time_s is None else limits.time_s
         body = msgspec.msgpack.encode(_Row(result.plan.order, result.bound, result.termination, most_s, limits.gap))

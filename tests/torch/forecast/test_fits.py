@@ -32,7 +32,7 @@ def predicted_and_measured(names: Sequence[str], optimizer: str, whole: bool | N
         torch.manual_seed(0)
         model, x, y = nn.Sequential(NETWORKS[name](), nn.Flatten(0)), input_of(name, 1024), torch.ones(())
         given: dict[str, Any] = {"example": (x, y), "whole": whole}
-        answer = checkmate.torch.fits(model, squares, device="CPU", optimizer=optimizer, time_limit_s=3.5, **given)
+        answer = checkmate.torch.fits(model, squares, device="CPU", optimizer=optimizer, time_limit_s=2.0, **given)
         trained = OPTIMIZERS[optimizer](model.parameters())
         torch._dynamo.reset()
         step = checkmate.torch.compile(model, squares, trained, **given)
@@ -85,7 +85,7 @@ print(json.dumps(predicted_and_measured({names!r}, {optimizer!r}, {whole!r})))
 
 
 LAYERS = 2
-ALONE_S = 3.5
+ALONE_S = 2.0
 """A time limit that is too short for the largest batch to be looked for."""
 
 
@@ -93,7 +93,7 @@ def ask(memory: str | None = None, **options: object) -> checkmate.torch.Fits:
     with torch.device("meta"):
         model = nn.Sequential(*[m for _ in range(LAYERS) for m in (nn.Linear(256, 256), nn.GELU())])
         x = torch.empty(4096, 256)
-    given = {"device": "A100", "optimizer": "adamw", "time_limit_s": 12.0, "headroom": 0.0, "memory": memory, **options}
+    given = {"device": "A100", "optimizer": "adamw", "time_limit_s": 6.0, "headroom": 0.0, "memory": memory, **options}
     return checkmate.torch.fits(model, nn.functional.mse_loss, example=(x, x), **given)
 
 
@@ -140,7 +140,7 @@ def test_below_the_floor_nothing_fits_and_it_is_proven(roomy: checkmate.torch.Fi
 
 def test_the_largest_batch_fits_and_the_first_proven_too_large_does_not(roomy: checkmate.torch.Fits) -> None:
     """It is found on a line through two traces; a trace at that batch confirms it."""
-    answer = ask(f"{roomy.device.context_bytes + 2 * roomy.keep_all_bytes}B", time_limit_s=30.0)
+    answer = ask(f"{roomy.device.context_bytes + 2 * roomy.keep_all_bytes}B", time_limit_s=12.0)
     largest = answer.largest_batch
     assert largest is not None
     assert 4096 < largest.batch <= largest.upper_bound

@@ -16,7 +16,6 @@ from checkmate.core.units import parse_bytes
 from checkmate.studies.fit_report import Fits
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.forecast import in_pieces
-from checkmate.torch.forecast.tracer import DeviceTracer
 
 VOCABULARY, WIDTH, TOKENS = 65536, 512, 4096
 MEMORY = parse_bytes("2GiB")
@@ -72,9 +71,9 @@ def test_what_keeps_everything_runs_nothing_in_pieces() -> None:
     assert answer.smallest_bytes < whole.smallest_bytes
 
 
-def test_longer_sequences_fit_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("plenty")
+def test_longer_sequences_fit_in_pieces() -> None:
     """A trace at the longest one confirms it; the bound is one for the step in pieces."""
-    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
     whole, pieces = (ask(memory=MEMORY, sequence_dim=1, chunking=each).longest_sequence for each in ("off", "auto"))
     assert whole is not None
     assert pieces is not None
@@ -86,9 +85,9 @@ def test_longer_sequences_fit_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     assert pieces.result.overhead > 1
 
 
+@pytest.mark.usefixtures("plenty")
 def test_regions_that_are_others_at_other_sizes_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is then that with nothing in pieces, and says why."""
-    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
 
     def grown(region: Region, graph: torch.fx.Graph, nodes: dict[str, torch.fx.Node]) -> Region:
         raise GraphError(f"{region.seed.name} is another")
@@ -109,9 +108,9 @@ def test_what_cannot_be_known_without_the_device_is_refused(chunking: str) -> No
     assert "chunking='" in refused.value.hint
 
 
-def test_the_largest_batch_in_pieces_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("plenty")
+def test_the_largest_batch_in_pieces_runs_in_pieces() -> None:
     """On the device at hand, where times of pieces are measured; training at that batch keeps the budget."""
-    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
     model, tokens = Head(4096, 32), torch.zeros(2, 64, dtype=torch.long)
     given: dict[str, Any] = {"budget": "12MiB", "max_overhead": 4.0, "time_limit_s": 6.0}  # times of small ops vary
     whole = checkmate.torch.largest_batch(model, example={"tokens": tokens, "labels": tokens}, **given)

@@ -60,13 +60,6 @@ def total(step: checkmate.torch.Step, *batch: Any) -> int:
     return step.graph.resident_bytes + measure_peak(lambda: step(*batch))
 
 
-@pytest.fixture
-def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trace is left out for lack of time on a busy machine, and each search has four seconds."""
-    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
-    monkeypatch.setattr(DeviceTracer, "share_s", lambda *_: 4.0)
-
-
 @pytest.mark.usefixtures("plenty")
 def test_batch_and_sequence_run_within_the_budget() -> None:
     """Both on the plans that were returned: measured, they keep the budget and need most of it."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import checkmate
-from checkmate import Graph, Plan, evaluate
-from checkmate.core.errors import OptionError, PlanNotFoundError
-from checkmate.frontend import planner
+from checkmate import Auto, Graph, Plan, Problem, Termination, evaluate
+from checkmate.core.errors import OptionError
+from checkmate.solvers.session import Session
 from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
 from checkmate.torch.steps.coordinator import COORDINATOR
 
@@ -25,10 +27,11 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.GELU())])
 
 
-def step_within(budget: str, rows: int = ROWS) -> Step:
-    model, x = network(), torch.ones(rows, 16)
+def step_within(budget: str, **options: Any) -> Step:
+    model, x = network(), torch.ones(ROWS, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return compile(model, nn.functional.mse_loss, optimizer, example=(x, x), budget=budget, costs="estimated", time_limit_s=5.0)
+    given: dict[str, Any] = {"budget": budget, "costs": "estimated", "time_limit_s": 2.0, **options}
+    return compile(model, nn.functional.mse_loss, optimizer, example=(x, x), **given)
 
 
 @pytest.fixture(scope="module")
@@ -81,31 +84,39 @@ def test_the_plan_of_a_plain_loop_is_seen() -> None:
     assert str(planned.explain()) == str(explain(planned))
 
 
-def test_a_smaller_last_batch_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Counted:
+    """The default solver; counts its searches."""
+
+    searches: list[int] = field(default_factory=list[int], repr=False)
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        self.searches.append(problem.budget_bytes)
+        return Auto().run(problem, session)
+
+
+def test_a_smaller_last_batch_is_not_searched_for() -> None:
     """Training would stop for up to the time limit at the end of the first epoch, for one batch."""
-    step = step_within("60%")
+    step = step_within("60%", solver=(solver := Counted()))
     x = torch.ones(ROWS, 16)
     step(x, x)
-
-    def search(*_: object, **__: object) -> None:
-        raise PlanNotFoundError("a search was begun")
-
-    monkeypatch.setattr(planner, "solve", search)
-    monkeypatch.setattr(planner, "quick_peak", search)
+    before = len(solver.searches)
     for rows in (ROWS - 1, ROWS // 2, 2):
         prediction, _ = step(x[:rows], x[:rows])
         assert prediction.shape == (rows, 16)
     room = step.result.budget_bytes - step.graph.resident_bytes  # what else exists may grow
     assert all(result.peak_bytes - graph.resident_bytes <= room for graph, result in step._compiled.planned)
-    with pytest.raises(PlanNotFoundError):
-        step(torch.ones(2 * ROWS, 16), torch.ones(2 * ROWS, 16))
+    assert len(solver.searches) == before
+    step(torch.ones(2 * ROWS, 16), torch.ones(2 * ROWS, 16))
+    assert len(solver.searches) > before
 
 
-def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for() -> None:
     """Its share has as many bytes as that of the larger batch had, and its step the order of that step's plan."""
     COORDINATOR.forget_steps()
     model, x = network(), torch.ones(ROWS, 16)
-    compiled = torch.compile(model, backend="checkmate", options={"budget": "60%", "costs": "estimated", "time_limit_s": 5.0})
+    options = {"budget": "60%", "costs": "estimated", "time_limit_s": 5.0, "solver": (solver := Counted())}
+    compiled = torch.compile(model, backend="checkmate", options=options)
 
     def train(rows: int) -> None:
         compiled(x[:rows]).square().mean().backward()
@@ -115,10 +126,11 @@ def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for(monkeypatch: p
     for _ in range(3):
         train(ROWS)
     large = last_plan()
-    monkeypatch.setattr(planner, "solve", None)
+    before = len(solver.searches)
     for _ in range(3):  # the eager code of the second one is seen
         train(ROWS - 1)
     small = last_plan()
     assert large is not None and small is not None and small is not large
     assert small.result.peak_bytes <= small.result.budget_bytes
     assert small.result.budget_bytes - small.graph.resident_bytes <= large.result.budget_bytes - large.graph.resident_bytes
+    assert len(solver.searches) == before
