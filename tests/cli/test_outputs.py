@@ -191,7 +191,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(run, tmp_path
         raise AssertionError("the work began")
 
     studies = ("options.solve", "plans.smallest_budget", "studies.curve_of", "studies.largest_batch")
-    for name in (*(f"cli.{name}" for name in studies), "report.html_report", "torch.capture", "torch.fits"):
+    for name in (*(f"cli.{name}" for name in studies), "cli.views.html_report", "torch.capture", "torch.fits"):
         monkeypatch.setattr(f"checkmate.{name}", worked)
     if fault == "no-space":
         (tmp_path / "out").mkdir()
