@@ -43,7 +43,6 @@ class PointSearch(Search):
     """
 
     time_limit: float = 10.0
-    gap: float = 0.005
     threads: Annotated[int, Parameter(parse=False)] = 1
 
 
@@ -202,9 +201,6 @@ class BatchSearch(Search):
         time_limit: Time limit in seconds of wall time, for all solves together.
         gap: Optimality gap at which the last solve stops.
     """
-
-    time_limit: float = 60.0
-    gap: float = 0.005
 
 
 def max_batch(

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from checkmate.cli import files, terminal
 from checkmate.cli.options import Amounts, check_most
 from checkmate.core.errors import printable
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
@@ -125,8 +126,7 @@ def report(
     """
     outputs = files.Outputs(graph, plan, against, curve)
     outputs.check(out, exports.perfetto, exports.memory_viz)
-    amounts = Amounts.of(graph)
-    target = amounts.graph
+    target = files.load(graph, Graph)
     if not target.name.strip():
         target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
     steps, result = files.load_planned(plan)
@@ -143,7 +143,7 @@ def report(
     trace = b"" if exports.perfetto is None else json_format.dumps(perfetto_trace(target, steps)).encode()
     snapshot = b"" if exports.memory_viz is None else pickle.dumps(memory_snapshot(target, steps), protocol=4)
     outputs.save((page, out), (trace, exports.perfetto), (snapshot, exports.memory_viz))
-    timeline = simulate(target, steps)
+    timeline, amounts = simulate(target, steps), Amounts(graph, target)
     return terminal.Answer(
         data={
             "report": str(out),
@@ -153,7 +153,7 @@ def report(
             "cost_unit": target.cost_unit,
         },
         facts=[
-            ("graph", str(Amounts(graph, target))),
+            ("graph", str(amounts)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, {format_bytes(amounts.keep_all_bytes)} keeping everything"),
             ("page", f"{format_bytes(len(page))}, needs no network"),
         ],
