@@ -15,9 +15,10 @@ from checkmate.cli import main
 from tests.plot.graphs import chain
 
 
-def use(monkeypatch: pytest.MonkeyPatch, solver: object) -> None:
+@pytest.fixture
+def use(monkeypatch) -> Callable[[object], None]:
     """Let every verb search with a solver of the test."""
-    monkeypatch.setattr("checkmate.cli.options.Search.chosen", lambda _search: solver)
+    return lambda solver: monkeypatch.setattr("checkmate.cli.options.Search.chosen", lambda _search: solver)
 
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,10 +16,9 @@ def check(tally: Tally, cases: int) -> None:
     assert tally.pages
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_damaged_files(seed):
+def test_damaged_files():
     """What is wrong is said in one line, and nothing else happens."""
-    check(fuzz(150, seed), 150)
+    check(fuzz(150, 1), 150)
 
 
 @pytest.mark.slow

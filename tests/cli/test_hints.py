@@ -9,7 +9,7 @@ import pytest
 from tests.cli.hints import follow
 
 
-@pytest.mark.parametrize("seed", [1010, 1106, 1200])
+@pytest.mark.parametrize("seed", [1010])
 def test_a_hint_is_followed_once(seed: int, tmp_path: Path) -> None:
     """Here the search within too small a budget comes across a plan that one within its peak does not find."""
     assert len(follow(seed, tmp_path)["hints"]) == 1

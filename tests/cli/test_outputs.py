@@ -16,7 +16,6 @@ import pytest
 
 import checkmate
 from checkmate.core import files
-from tests.cli.conftest import use
 from tests.cli.test_capture import MODEL
 from tests.plot.graphs import AGAIN, plan
 
@@ -191,7 +190,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(run, tmp_path
         raise AssertionError("the work began")
 
     studies = ("options.solve", "plans.smallest_budget", "studies.curve_of", "studies.largest_batch")
-    for name in (*(f"cli.{name}" for name in studies), "report.html_report", "torch.capture", "torch.fits"):
+    for name in (*(f"cli.{name}" for name in studies), "cli.views.html_report", "torch.capture", "torch.fits"):
         monkeypatch.setattr(f"checkmate.{name}", worked)
     if fault == "no-space":
         (tmp_path / "out").mkdir()
@@ -218,10 +217,10 @@ class FolderGone:
         return checkmate.Termination(checkmate.Reason.FEASIBLE)
 
 
-def test_a_plan_that_cannot_be_written_is_saved_elsewhere(run, tmp_path, monkeypatch):
+def test_a_plan_that_cannot_be_written_is_saved_elsewhere(run, tmp_path, use):
     """The message says where, and what is written there is whole."""
     (tmp_path / "out").mkdir()
-    use(monkeypatch, FolderGone(tmp_path / "out"))
+    use(FolderGone(tmp_path / "out"))
     outcome = run(*PLAN, "--out", "out/p.json", "--result", "out/r.json", "--json")
     assert outcome.code == 2
     saved = re.findall(r"cannot write out/\S+ No such file or directory; it was saved as (\S+) instead", outcome.json["message"])

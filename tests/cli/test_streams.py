@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import checkmate
-from tests.cli.conftest import use
 from tests.plot.graphs import AGAIN, chain, plan
 
 COMMAND = (sys.executable, "-c", "import sys; from checkmate.cli import main; sys.exit(main())")
@@ -53,9 +52,9 @@ def is_whole(path: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_keeps_the_best_plan(run, monkeypatch, number):
+def test_a_signal_keeps_the_best_plan(run, use, number):
     """A scheduler that ends a job and a terminal that is closed are as good as Ctrl-C."""
-    use(monkeypatch, Stopped(number))
+    use(Stopped(number))
     done = run(*PLAN)
     assert done.code == 0, done
     assert "was interrupted; the bound proves" in done.out
@@ -63,11 +62,15 @@ def test_a_signal_keeps_the_best_plan(run, monkeypatch, number):
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
-def test_an_interrupted_curve_keeps_the_points_that_are_solved(run, monkeypatch):
-    """And is a whole file."""
-    use(monkeypatch, Stopped(signal.SIGTERM))
-    assert run("pareto", "chain.graph.json", "--points", "4", "--out", "c.json").code == 0
-    assert isinstance(checkmate.read("c.json"), checkmate.Curve)
+def test_an_interrupted_curve_keeps_the_points_that_are_solved(run, use):
+    """Each point still has the best plan found for it, and the file is whole."""
+    use(Stopped(signal.SIGTERM))
+    outcome = run("pareto", "chain.graph.json", "--points", "4", "--out", "c.json", "--json")
+    assert outcome.code == 0
+    curve = checkmate.read("c.json")
+    assert [point["budget_bytes"] for point in outcome.json["points"]] == [point.budget_bytes for point in curve.points]
+    for point in curve.points:
+        assert checkmate.validate(chain(), point.plan, point.budget_bytes) == ()
 
 
 def test_an_interrupted_search_keeps_the_smallest_peak_so_far(run, monkeypatch):
@@ -93,15 +96,15 @@ def test_an_interrupted_curve_does_not_wait_for_other_processes(run, monkeypatch
         time.sleep(0.01)
 
 
-def test_a_signal_before_a_plan_exits_1(run, monkeypatch):
+def test_a_signal_before_a_plan_exits_1(run, use):
     """There is nothing to keep, and no file is written."""
-    use(monkeypatch, Stopped(signal.SIGTERM, order=()))
+    use(Stopped(signal.SIGTERM, order=()))
     done = run(*PLAN)
     assert (done.code, "interrupted before a plan was found" in done.err) == (1, True)
     assert not Path("p.json").exists()
 
 
-def test_signals_while_the_plan_is_written_do_not_lose_it(run, monkeypatch):
+def test_signals_while_the_plan_is_written_do_not_lose_it(run, use, monkeypatch):
     """A terminal that closes sends several; the second must not interrupt what the first has started."""
     fsync = os.fsync
 
@@ -110,7 +113,7 @@ def test_signals_while_the_plan_is_written_do_not_lose_it(run, monkeypatch):
             os.kill(os.getpid(), number)
         fsync(handle)
 
-    use(monkeypatch, Stopped(signal.SIGHUP, signal.SIGTERM))
+    use(Stopped(signal.SIGHUP, signal.SIGTERM))
     monkeypatch.setattr("os.fsync", disturbed)
     done = run(*PLAN)
     assert done.code == 0, done
@@ -128,10 +131,10 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole():
     assert [path.name[:8] for path in Path().iterdir() if path.name.startswith(".")] == [".p.json."]
 
 
-def test_a_pipe_without_a_reader_can_be_interrupted(run, monkeypatch):
+def test_a_pipe_without_a_reader_can_be_interrupted(run, use):
     """The write waits for a reader for ever; the plan is saved elsewhere, and its place is named."""
     os.mkfifo("pipe")
-    use(monkeypatch, Stopped())
+    use(Stopped())
     before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal.setitimer(signal.ITIMER_REAL, 1.5)
     done = run(*PLAN[:-1], "pipe")
@@ -142,10 +145,10 @@ def test_a_pipe_without_a_reader_can_be_interrupted(run, monkeypatch):
     assert is_whole(found[1])
 
 
-def test_an_ignored_signal_stays_ignored(run, monkeypatch):
+def test_an_ignored_signal_stays_ignored(run, use):
     """`nohup` lets a program outlive its terminal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    use(monkeypatch, Stopped(signal.SIGHUP))
+    use(Stopped(signal.SIGHUP))
     done = run(*PLAN)
     assert done.code == 0
     assert "interrupted" not in done.out

@@ -12,7 +12,6 @@ import pytest
 
 import checkmate
 from checkmate.core.result import Result
-from tests.cli.conftest import use
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
 
 BUDGET = "5.5MiB"
@@ -141,59 +140,20 @@ def test_solvers_are_those_of_the_registry(run):
     assert all(solver["about"] for solver in said)
 
 
-class Interrupted:
-    """Finds a plan, then the user presses Ctrl-C."""
+class Broken:
+    """A solver with a bug."""
 
     def run(self, problem, session):
-        session.offer(AGAIN)
-        raise KeyboardInterrupt
+        raise ZeroDivisionError("division by zero")
 
 
-class Raises:
-    """Ends without a plan."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def run(self, problem, session):
-        raise self.error
-
-
-def test_interrupt_keeps_the_best_plan_so_far(run, monkeypatch):
-    """Waiting longer is the user's choice, and what was found is not lost."""
-    use(monkeypatch, Interrupted())
-    outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--out", "p.json")
-    assert outcome.code == 0
-    assert "was interrupted; the bound proves that at most" in outcome.out
-    assert run("verify", "chain.graph.json", "p.json", "--budget", BUDGET).code == 0
-
-
-def test_interrupt_before_a_plan_exits_1(run, monkeypatch):
-    """Ctrl-C is no crash."""
-    use(monkeypatch, Raises(KeyboardInterrupt()))
-    outcome = run("plan", "chain.graph.json", "--budget", BUDGET)
-    assert outcome.code == 1
-    assert "interrupted" in outcome.err
-
-
-def test_a_fault_of_ours_exits_3_and_says_where(run, monkeypatch):
+def test_a_fault_of_ours_exits_3_and_says_where(run, use):
     """A bug is not passed off as bad input; the traceback is for the report."""
-    use(monkeypatch, Raises(ZeroDivisionError("division by zero")))
+    use(Broken())
     outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--json")
     assert outcome.code == 3
     assert "Traceback" in outcome.err
     assert outcome.json["error"] == "ZeroDivisionError"
-
-
-def test_interrupted_curve_keeps_what_is_solved(run, monkeypatch):
-    """Each point still has the best plan found for it, and the file is whole."""
-    use(monkeypatch, Interrupted())
-    outcome = run("pareto", "chain.graph.json", "--points", "4", "--json")
-    assert outcome.code == 0
-    curve = checkmate.read(outcome.json["curve"])
-    assert [point["budget_bytes"] for point in outcome.json["points"]] == [point.budget_bytes for point in curve.points]
-    for point in curve.points:
-        assert checkmate.validate(chain(), point.plan, point.budget_bytes) == ()
 
 
 def test_no_batch_within_the_budget_exits_1(run):

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line.
-
-    Args:
-        argv: Arguments after the program's name; ``sys.argv[1:]`` by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command line, by default that of the program, and return the exit code."""
     try:
         from checkmate.cli.app import run
     except ModuleNotFoundError as error:

@@ -67,7 +67,7 @@ class Search:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a plan may do.
+    """Rules for a plan.
 
     Attributes:
         recompute: The ops that a plan can recompute.

@@ -237,7 +237,8 @@ def min_budget(
         found = smallest_budget(amounts.graph, limits=Limits(time_s=time_limit, seed=seed), reorder=reorder)
     outputs.save((found.plan, where))
     unproven = "the smallest possible peak lies between the floor and this one"
-    smallest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes))
+    cheapest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes))
+    hint = f"find the cheapest plan within it with {cheapest}"
     return terminal.Answer(
         data={
             "graph": str(graph),
@@ -260,5 +261,5 @@ def min_budget(
         ],
         lines=["", "no plan in any order needs less" if found.proven else unproven],
         wrote=[where],
-        hint=f"find the cheapest plan within it with {smallest}",
+        hint=hint,
     ).show(json)

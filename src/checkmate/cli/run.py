@@ -7,10 +7,10 @@ import difflib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -18,9 +18,6 @@ from checkmate.cli import signals, terminal
 from checkmate.cli.targets import needs
 from checkmate.core.errors import CheckmateError, OptionError
 from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment, parsed
-
-_INTERRUPTED = 130
-_HINT = "give a script and a budget, such as `checkmate run train.py --budget 20GiB`, and after them the script's arguments"
 
 
 def run(
@@ -43,9 +40,6 @@ def run(
         budget: Total such as 20GiB, or a share such as 50%; the environment variable CHECKMATE_BUDGET by default.
         time_limit: Time limit of planning a step, in seconds.
         json: Print the report as one JSON object on stdout; what the script prints goes to stderr.
-
-    Returns:
-        The exit code of the script: 1 after an exception, 1 or 2 after an error of Checkmate.
     """
     budget = budget or budget_of_environment()
     if not budget:
@@ -53,12 +47,7 @@ def run(
         hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
         raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
     parsed(budget)  # now: importing torch takes seconds
-    if script == "-m" and not arguments:
-        raise OptionError("-m without a module", hint=_HINT)
-    if script != "-m" and not Path(script).is_file():
-        is_python = Path(script).name.startswith("python") and bool(arguments)
-        hint = f"leave out {script}: the script is {arguments[0]}" if is_python else _HINT
-        raise OptionError(f"{script} is a folder" if Path(script).is_dir() else f"{script}: no such file", hint=hint)
+    _check_script(script, arguments)
     needs("torch", "torch")
     from checkmate.torch.integrations.script import training_within
 
@@ -66,31 +55,33 @@ def run(
     with printed, training_within(budget, time_limit_s=time_limit) as report, signals.as_in_python():
         code = _run(script, arguments)
     if json:
-        terminal.emit(_as_json(report, code))
+        names = ("compiled", "optimizers", "steps", "announced_bytes", "measured_bytes")
+        planned = {"planned": [asdict(planned) for planned in report.planned], "advice": report.advice()}
+        terminal.emit({"exit_code": code, "budget": str(report.budget), **terminal.picked(report, *names), **planned})
         return code
-    if code not in (0, _INTERRUPTED) and not report.optimizers:
-        return code  # it ended before it had anything to train
-    heading = "checkmate: interrupted; so far:" if code == _INTERRUPTED else "checkmate:"
-    terminal.warn("", heading, *report.lines())
+    if code in (0, 130) or report.optimizers:  # otherwise it ended before it had anything to train
+        terminal.warn("", "checkmate: interrupted; so far:" if code == 130 else "checkmate:", *report.lines())
     return code
 
 
-def misspelt(option: str, words: Sequence[str]) -> str:
-    """The first word that may be meant to be an option; empty if there is none.
+def _check_script(script: str, arguments: Sequence[str]) -> None:
+    hint = "give a script and a budget, such as `checkmate run train.py --budget 20GiB`, and after them the script's arguments"
+    if script == "-m" and not arguments:
+        raise OptionError("-m without a module", hint=hint)
+    if script != "-m" and not Path(script).is_file():
+        if Path(script).name.startswith("python") and arguments:
+            hint = f"leave out {script}: the script is {arguments[0]}"
+        raise OptionError(f"{script} is a folder" if Path(script).is_dir() else f"{script}: no such file", hint=hint)
 
-    Args:
-        option: The option, such as ``--budget``.
-        words: What was typed.
-    """
+
+def misspelt(option: str, words: Sequence[str]) -> str:
+    """The first word that may be meant to be an option; empty if there is none."""
     names = (word.partition("=")[0] for word in words)
     return next((name for name in names if name != option and difflib.get_close_matches(name, [option])), "")
 
 
 def arranged(tokens: Sequence[str]) -> list[str]:
     """Arguments of the verb with the options before the script, and a `--` between them and what is the script's.
-
-    Args:
-        tokens: The arguments as typed.
 
     Examples:
         >>> arranged(["train.py", "--lr", "0.1", "--budget", "20GiB"])
@@ -114,51 +105,32 @@ def arranged(tokens: Sequence[str]) -> list[str]:
 
 
 def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run a script or module as python does.
-
-    Returns:
-        Its exit code.
-
-    Raises:
-        CheckmateError: No plan keeps the budget, or an option of the script's is wrong.
-    """
+    """Run a script or module as python does, and return its exit code; errors of Checkmate are raised."""
     as_module = script == "-m"
     name, arguments = (arguments[0], arguments[1:]) if as_module else (script, arguments)
-    with _argv([name, *arguments], str(Path.cwd()) if as_module else str(Path(name).resolve().parent)):
-        try:
-            if as_module:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(name, run_name="__main__")
-        except SystemExit as stop:
-            return _code(stop.code)
-        except CheckmateError:
-            raise
-        except KeyboardInterrupt:
-            return _INTERRUPTED
-        except BaseException as error:  # noqa: BLE001 - as python does for whatever a script raises
-            _show(error)
-            return 1
-    return 0
-
-
-@contextlib.contextmanager
-def _argv(argv: Sequence[str], folder: str) -> Iterator[None]:
-    """Arguments and path of imports as a script sees them; the folder stays on the path, for what runs at exit."""
-    before = sys.argv
-    sys.argv = list(argv)
-    sys.path.insert(0, folder)
+    before, sys.argv = sys.argv, [name, *arguments]
+    # The folder stays on the path of imports, for what runs at exit.
+    sys.path.insert(0, str(Path.cwd()) if as_module else str(Path(name).resolve().parent))
     try:
-        yield
+        if as_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        terminal.warn(str(stop.code))
+        return 1
+    except CheckmateError:
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:  # noqa: BLE001 - as python does for whatever a script raises
+        _show(error)
+        return 1
     finally:
         sys.argv = before
-
-
-def _code(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return code or 0
-    terminal.warn(str(code))
-    return 1
+    return 0
 
 
 def _show(error: BaseException) -> None:
@@ -167,17 +139,3 @@ def _show(error: BaseException) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     terminal.warn(*"".join(traceback.format_exception(type(error), error, trace)).rstrip().split("\n"))
-
-
-def _as_json(report: Any, code: int) -> dict[str, Any]:
-    return {
-        "exit_code": code,
-        "budget": str(report.budget),
-        "compiled": report.compiled,
-        "optimizers": report.optimizers,
-        "steps": report.steps,
-        "planned": [asdict(planned) for planned in report.planned],
-        "announced_bytes": report.announced_bytes,
-        "measured_bytes": report.measured_bytes,
-        "advice": report.advice(),
-    }

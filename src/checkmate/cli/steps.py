@@ -228,7 +228,6 @@ def _next(answer: checkmate.torch.Fits, target: str, out: Path | None) -> str:
 
 
 def _fits_data(answer: checkmate.torch.Fits, out: Path | None) -> dict[str, Any]:
-    result = answer.result
     return {
         "verdict": answer.verdict,
         "fits": bool(answer),
@@ -239,10 +238,8 @@ def _fits_data(answer: checkmate.torch.Fits, out: Path | None) -> dict[str, Any]
         "resident_bytes": answer.graph.resident_bytes,
         **terminal.picked(answer, "parameter_bytes", "state_bytes", "keep_all_bytes", "smallest_bytes", "floor_bytes"),
         **terminal.picked(answer, "why", "whole"),
-        "overhead": None if result is None else result.overhead,
-        "peak_bytes": None if result is None else result.peak_bytes,
+        **{name: getattr(answer.result, name, None) for name in ("overhead", "peak_bytes", "cost")},
         "reserved_bytes": answer.reserved_bytes,
-        "cost": None if result is None else result.cost,
         "cost_unit": answer.graph.cost_unit,
         "batch": _dimension(answer.batch, answer.largest_batch),
         "sequence": _dimension(answer.sequence, answer.longest_sequence),
@@ -255,12 +252,10 @@ def _fits_data(answer: checkmate.torch.Fits, out: Path | None) -> dict[str, Any]
 def _dimension(asked: int | None, largest: Any) -> dict[str, Any] | None:
     if asked is None:
         return None
-    if largest is None:
-        return {"asked": asked, "largest": None, "upper_bound": None, "why": None, "overhead": None, "remarks": []}
     return {
         "asked": asked,
-        "largest": largest.batch,
-        **terminal.picked(largest, "upper_bound", "why"),
-        "overhead": largest.result.overhead,
-        "remarks": list(largest.result.remarks),
+        "largest": getattr(largest, "batch", None),
+        **{name: getattr(largest, name, None) for name in ("upper_bound", "why")},
+        "overhead": None if largest is None else largest.result.overhead,
+        "remarks": [] if largest is None else list(largest.result.remarks),
     }

@@ -22,12 +22,12 @@ from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.core.result import CurvePoint, Limits
+from checkmate.core.result import Curve, CurvePoint, Limits
 from checkmate.core.units import format_bytes
 from checkmate.regions import choose_policy
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
-from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxOverhead
+from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
 from checkmate.studies.max_batch import max_batch as largest_batch
 from checkmate.studies.pareto import pareto as curve_of
 
@@ -43,7 +43,6 @@ class PointSearch(Search):
     """
 
     time_limit: float = 10.0
-    gap: float = 0.005
     threads: Annotated[int, Parameter(parse=False)] = 1
 
 
@@ -71,7 +70,7 @@ def pareto(
     """
     if jobs < 1:
         raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
-    amounts, solver = Amounts.of(graph), search.chosen()
+    amounts, chosen = Amounts.of(graph), search.chosen()
     where = out or files.beside(graph, ".curve.json")
     outputs = files.Outputs(graph)
     outputs.check(where)
@@ -83,19 +82,23 @@ def pareto(
             amounts.graph,
             points=points,
             limits=search.limits(),
-            solver=solver,
+            solver=chosen,
             executor=executor,
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
         outputs.save((curve, where))
-    limit, gap = f"{search.time_limit:g} s limit a point", format_share(search.gap)
+    return _curve_found(amounts, search, curve, where).show(json)
+
+
+def _curve_found(amounts: Amounts, search: PointSearch, curve: Curve, where: Path) -> terminal.Answer:
+    solver, gap = f"{search.solver.lower()}, {search.time_limit:g} s limit a point", format_share(search.gap)
     middle = curve.points[len(curve.points) // 2].budget_bytes
-    drawn = terminal.command("report", graph, "PLAN", "--curve", where)
+    drawn = terminal.command("report", amounts.path, "PLAN", "--curve", where)
     numbers = ("budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap")
     return terminal.Answer(
         data={
-            "graph": str(graph),
+            "graph": str(amounts.path),
             "graph_digest": curve.graph_digest,
             "curve": str(where),
             **terminal.picked(curve, "floor_bytes", "cost_unit", "solver"),
@@ -104,13 +107,13 @@ def pareto(
         facts=[
             ("graph", str(amounts)),
             ("floor", f"{format_bytes(curve.floor_bytes)}: no plan in any order needs less"),
-            ("solver", f"{search.solver.lower()}, {limit}, stops at a gap of {gap}"),
+            ("solver", f"{solver}, stops at a gap of {gap}"),
         ],
         header=("budget", "peak", "cost", "overhead", "bound", "gap", "time"),
         rows=[_point(amounts, point) for point in curve.points],
         wrote=[where],
         hint=f"draw the curve with {drawn}; make PLAN with --budget {middle}",
-    ).show(json)
+    )
 
 
 def _point(amounts: Amounts, point: CurvePoint) -> list[str]:
@@ -199,9 +202,6 @@ class BatchSearch(Search):
         gap: Optimality gap at which the last solve stops.
     """
 
-    time_limit: float = 60.0
-    gap: float = 0.005
-
 
 def max_batch(
     small: Path,
@@ -238,10 +238,15 @@ def max_batch(
             solver=search.chosen(),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
         )
-    graph_path, plan_path = _written(out, small, found.batch)
-    graph, result, proven = graph_at(found.batch), found.result, found.batch == found.upper_bound
-    outputs.save((graph, graph_path), (found.plan, plan_path))
-    keep_all = keep_all_bytes(graph)
+    paths = _written(out, small, found.batch)
+    outputs.save((graph_at(found.batch), paths[0]), (found.plan, paths[1]))
+    return _batch_found(Amounts(small, graph_at.small), batches, search, found, graph_at(found.batch), paths).show(json)
+
+
+def _batch_found(
+    amounts: Amounts, batches: Batches, search: Search, found: MaxBatch, graph: Graph, paths: tuple[Path, Path]
+) -> terminal.Answer:
+    result, proven, keep_all = found.result, found.batch == found.upper_bound, keep_all_bytes(graph)
     limit = batches.overhead()
     row = [str(found.batch), format_bytes(result.peak_bytes), f"{result.overhead:.3f}x", str(found.upper_bound)]
     exact = "this is the largest" if proven else f"none above {found.upper_bound} is possible"
@@ -250,15 +255,15 @@ def max_batch(
             **terminal.picked(found, "batch", "upper_bound"),
             "proven": proven,
             "why": found.why,
-            "graph": str(graph_path),
-            "plan": str(plan_path),
+            "graph": str(paths[0]),
+            "plan": str(paths[1]),
             **terminal.picked(result, "budget_bytes", "peak_bytes"),
             "keep_all_bytes": keep_all,
             "overhead": result.overhead,
             "elapsed_s": round(found.elapsed_s, 3),
         },
         facts=[
-            ("graph", str(Amounts(small, graph_at.small))),
+            ("graph", str(amounts)),
             ("budget", format_bytes(result.budget_bytes)),
             ("keep-all", f"{format_bytes(keep_all)} at batch {found.batch}"),
             ("limit", f"{limit if isinstance(limit, str) else f'{limit:g}x'} at most, {search.time_limit:g} s"),
@@ -266,9 +271,9 @@ def max_batch(
         header=("batch", "peak", "overhead", "proven limit", "time"),
         rows=[[*row, f"{found.elapsed_s:.1f} s"]],
         lines=[f"{exact}: {found.why}"],
-        wrote=[graph_path, plan_path],
-        hint=f"draw the plan with {terminal.command('report', graph_path, plan_path)}",
-    ).show(json)
+        wrote=paths,
+        hint=f"draw the plan with {terminal.command('report', *paths)}",
+    )
 
 
 def _written(out: Path | None, small: Path, batch: int) -> tuple[Path, Path]:

@@ -162,7 +162,7 @@ def checked(target: str, found: object) -> Built:
 
 
 def without_memory(target: str, function: Callable[[], object]) -> Built:
-    """What a function returns, with fake tensors (shapes without memory) if the function works with them."""
+    """The step that a function returns, with fake tensors (shapes without memory) if the function works with them."""
     from checkmate.torch._compat.dispatch import FakeTensorMode
 
     try:

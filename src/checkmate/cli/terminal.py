@@ -80,7 +80,7 @@ class _Stream(io.TextIOBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a verb found: one JSON object, or facts, a table, and lines on stdout, and on stderr what was written and a hint."""
+    """The answer of a verb: one JSON object, or facts, a table and lines on stdout, with the written files and a hint on stderr."""
 
     data: Mapping[str, Any]
     facts: Sequence[tuple[str, str]] = ()

@@ -13,10 +13,12 @@ from cyclopts import Parameter
 from checkmate.cli import files, terminal
 from checkmate.cli.options import Amounts, check_most
 from checkmate.core.errors import printable
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
+from checkmate.report import PageText, html_report, memory_snapshot, perfetto_trace
 from checkmate.studies.compare import compare
 from checkmate.studies.explain import explain as explanation_of
 
@@ -122,19 +124,13 @@ def report(
         exports: Files for other viewers.
         json: Print one JSON object on stdout.
     """
-    from checkmate.report import PageText, html_report, memory_snapshot, perfetto_trace
-
     outputs = files.Outputs(graph, plan, against, curve)
     outputs.check(out, exports.perfetto, exports.memory_viz)
-    amounts = Amounts.of(graph)
-    target = amounts.graph
+    target = files.load(graph, Graph)
     if not target.name.strip():
         target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
     steps, result = files.load_planned(plan)
     problem = None if budget is None else Problem(target, budget)
-    rows = [["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]]
-    if problem is not None and problem.budget.is_share:
-        rows.append(["budget as asked for", "", problem.describe_budget()])
     page = html_report(
         target,
         steps,
@@ -142,26 +138,32 @@ def report(
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if problem is None else problem.budget_bytes,
-        text=PageText(facts=rows, graph_file=printable(str(graph)), plan_file=printable(str(plan))),
+        text=_page_text(graph, plan, against, problem),
     ).encode()
     trace = b"" if exports.perfetto is None else json_format.dumps(perfetto_trace(target, steps)).encode()
     snapshot = b"" if exports.memory_viz is None else pickle.dumps(memory_snapshot(target, steps), protocol=4)
     outputs.save((page, out), (trace, exports.perfetto), (snapshot, exports.memory_viz))
-    timeline = simulate(target, steps)
+    timeline, amounts = simulate(target, steps), Amounts(graph, target)
     return terminal.Answer(
         data={
             "report": str(out),
             "size_bytes": len(page),
-            "perfetto": None if exports.perfetto is None else str(exports.perfetto),
-            "memory_viz": None if exports.memory_viz is None else str(exports.memory_viz),
+            **{name: None if path is None else str(path) for name, path in vars(exports).items()},
             **terminal.picked(timeline, "peak_bytes", "cost"),
             "cost_unit": target.cost_unit,
         },
         facts=[
-            ("graph", str(Amounts(graph, target))),
+            ("graph", str(amounts)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, {format_bytes(amounts.keep_all_bytes)} keeping everything"),
             ("page", f"{format_bytes(len(page))}, needs no network"),
         ],
         wrote=[out, exports.perfetto, exports.memory_viz],
         hint=f"open {out} in a browser",
     ).show(json)
+
+
+def _page_text(graph: Path, plan: Path, against: Path | None, problem: Problem | None) -> PageText:
+    rows = [["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]]
+    if problem is not None and problem.budget.is_share:
+        rows.append(["budget as asked for", "", problem.describe_budget()])
+    return PageText(facts=rows, graph_file=printable(str(graph)), plan_file=printable(str(plan)))

@@ -85,19 +85,7 @@ def examine(
         on_start("solvers")
         add(guarded("HiGHS", installation.check_highs))
         add(guarded("local search", installation.check_search))
-        machine: dict[str, Any] = {}
-        if usable:
-            from checkmate.doctor import settings
-
-            add(guarded("Inductor cache", settings.check_inductor_cache))
-            on_start("the device")
-            if add(guarded("device", lambda: settings.check_device(where))):
-                machine = settings.machine(where)
-                if where == "cuda":
-                    add(guarded("allocator", settings.check_allocator))
-                    add(guarded("cuDNN", settings.check_autotuning))
-                    add(guarded("precision", settings.check_precision))
-                _add_steps(add, on_start, where, quick, can_compile)
+        machine = _examine_device(add, on_start, where, quick, can_compile) if usable else {}
     elapsed_s = time.perf_counter() - began
     return Report(
         device=where,
@@ -115,12 +103,20 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _add_steps(
-    add: Callable[[Check], bool], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
-) -> None:
-    """Check small training steps."""
-    from checkmate.doctor import steps
+def _examine_device(
+    add: Callable[..., bool], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
+) -> dict[str, Any]:
+    """Check the device, its settings and small training steps, and return what the machine is."""
+    from checkmate.doctor import settings, steps
 
+    add(guarded("Inductor cache", settings.check_inductor_cache))
+    on_start("the device")
+    if not add(guarded("device", lambda: settings.check_device(device))):
+        return {}
+    if device == "cuda":
+        add(guarded("allocator", settings.check_allocator))
+        add(guarded("cuDNN", settings.check_autotuning))
+        add(guarded("precision", settings.check_precision))
     for path in steps.PATHS:
         if path.compiler == "inductor" and quick:
             continue
@@ -129,6 +125,7 @@ def _add_steps(
             add(Check(path.name, "skipped", "the compiler that it needs failed its check"))
         else:
             add(guarded(path.name, functools.partial(steps.check_path, path, device)))
+    return settings.machine(device)
 
 
 @contextmanager

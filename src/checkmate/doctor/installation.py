@@ -1,4 +1,4 @@
-"""What every step and plan needs: packages in versions that work, compilers, folders that can be written, and solvers."""
+"""Checks of packages and their versions, compilers, folders that are written, and solvers."""
 
 from __future__ import annotations
 

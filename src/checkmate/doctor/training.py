@@ -1,4 +1,4 @@
-"""Small models, and their training with a plan or keeping everything: what `checkmate doctor` and `checkmate demo` run."""
+"""Small models, and their training with a plan or keeping everything, for `checkmate doctor` and `checkmate demo`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def attention_matrix(scale: int) -> Example:
 
 
 class Training:
-    """A model that is trained, with a random state of its own, and what was measured of its steps.
+    """A model that is trained, with a separate random state, and measurements of its steps.
 
     The step is that of `checkmate.torch.compile`, or of a plain loop around ``torch.compile(model, backend="checkmate")``.
     Without an optimizer the gradients of the last step stay.

@@ -22,17 +22,10 @@ Cause = Literal["fragmentation", "too little memory", "larger than the device", 
 
 
 class Holder(NamedTuple):
-    """Blocks in use that were allocated at one line.
+    """Blocks in use that were allocated at one line."""
 
-    Attributes:
-        place: File, line and function; ``""`` if no stack was recorded.
-        kind: What was allocated, as far as the stack tells.
-        size_bytes: Their bytes.
-        blocks: Their number.
-    """
-
-    place: str
-    kind: str
+    place: str  # file, line and function; "" if no stack was recorded
+    kind: str  # what was allocated, as far as the stack tells
     size_bytes: int
     blocks: int
 

@@ -93,7 +93,14 @@ def html_report(
         plans["the other plan"] = against
     runs = [Run(name, simulate(graph, each)) for name, each in plans.items()]
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
-    kept, timeline = runs[0].timeline, runs[1].timeline
+    return _page(runs, result, curve, budget, title, text)
+
+
+def _page(
+    runs: Sequence[Run], result: Result | None, curve: Curve | None, budget: int | None, title: str, text: PageText
+) -> Markup:
+    kept, timeline, *others = (run.timeline for run in runs)
+    graph = timeline.graph
     style = _asset("style.css")
     script = Markup("\n").join(_asset(f"{name}.js") for name in ("model", "memory", "schedule", "detail", "main"))
     advice = (
@@ -109,7 +116,7 @@ def html_report(
         legend=_legend(runs),
         charts=Markup("\n").join(_chart(index, run, budget) for index, run in enumerate(runs)),
         tabs=Markup(" ").join(_TAB.format(index, run.name) for index, run in enumerate(runs)),
-        sections=Markup("\n").join(_sections(timeline, against, curve)),
+        sections=Markup("\n").join(_sections(timeline, others, curve)),
         next=Markup('<ul id="next">\n{}\n</ul>').format(Markup("\n").join(Markup("<li>{}</li>").format(each) for each in advice)),
         footer=f"Costs are in {graph.cost_unit}, bytes in binary units. Graph {graph.digest[:23]}.",
         data=embedded(graph, runs, budget),
@@ -203,11 +210,11 @@ def _chart(index: int, run: Run, budget_bytes: int | None) -> Markup:
     )
 
 
-def _sections(timeline: Timeline, against: Plan | None, curve: Curve | None) -> Iterator[Markup]:
+def _sections(timeline: Timeline, others: Sequence[Timeline], curve: Curve | None) -> Iterator[Markup]:
     graph, plan = timeline.graph, timeline.plan
     yield Markup("<h2>What is computed again</h2>\n{}").format(computed_again(graph, plan, timeline.cost))
-    if against is not None:
-        yield Markup("<h2>Side by side</h2>\n{}").format(compared(compare(graph, plan, against)))
+    for other in others:
+        yield Markup("<h2>Side by side</h2>\n{}").format(compared(compare(graph, plan, other.plan)))
     if curve is not None:
         yield Markup(
             '<h2>What memory buys</h2>\n<p class="reading">To the right there is more memory, further up a step costs more: 1x '
