@@ -13,7 +13,7 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.processor import processor
 from checkmate.doctor.caches import check_folder
 from checkmate.doctor.check import Check
-from checkmate.torch._compat.aot_cache import inductor_cache_folder
+from checkmate.torch._compat.aot import inductor_cache_folder
 from checkmate.torch.measure.allocator import allocator_settings, has_expandable_segments
 
 
