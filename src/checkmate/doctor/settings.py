@@ -12,7 +12,7 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.processor import processor
 from checkmate.doctor.check import Check
 from checkmate.doctor.installation import check_folder
-from checkmate.torch._compat.aot_cache import inductor_cache_folder
+from checkmate.torch._compat.aot import inductor_cache_folder
 from checkmate.torch.measure.allocator import allocator_settings, has_expandable_segments
 
 

@@ -14,8 +14,7 @@ from torch import fx
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError, WrongGraphError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
-from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config, regions_as_hints
-from checkmate.torch._compat.aot_cache import aot_cache_disabled
+from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
 from checkmate.torch.compilation.compilation import Compilation, Hooks
@@ -211,7 +210,7 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
     """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
     # Imports of a second, which eager does not need.
-    from checkmate.torch.inductor.misfits import compile_if_it_fits
+    from checkmate.torch.inductor.compile import compile_if_it_fits
 
     compiled = compile_if_it_fits(gm, example_inputs, compilation)
     if compiled is None:

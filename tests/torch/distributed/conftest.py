@@ -12,8 +12,8 @@ from checkmate.torch.distributed.consensus import Ranks
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Ranks]]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Ranks]]:
     """Ranks that meet at one store."""
     store = dist.HashStore()
     monkeypatch.setattr(ranks_module, "job_store", lambda: store)
-    return lambda count: [Ranks(rank, count) for rank in range(count)]
+    return lambda count, **options: [Ranks(rank, count, **options) for rank in range(count)]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import checkmate
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
-from checkmate.torch._compat.autocast import autocast_kernels
+from checkmate.torch._compat.dispatch import autocast_kernels
 from checkmate.torch.emulate.autocast import (
     BANNED,
     FP32_APPEND_DTYPE,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from checkmate.torch._compat.inductor import inductor_config
-from checkmate.torch.inductor.account import Heap, Storage
+from checkmate.torch.inductor.account import Heap
 from tests.torch.networks import NETWORKS, input_of
 from tests.torch.steps import compiled
 
@@ -46,7 +46,7 @@ def test_the_count_is_what_is_measured(name: str, caplog: pytest.LogCaptureFixtu
 
 def test_only_the_chosen_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose code is found to take too much has no kernel built."""
-    from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
+    from checkmate.torch._compat.cpp_kernels import PendingKernels
     from checkmate.torch.inductor import search
 
     built: list[PendingKernels] = []
@@ -77,7 +77,8 @@ def test_a_tied_weight_is_not_held_for_the_embedding() -> None:
 
 def test_a_storage_of_a_tuple_lives_as_long_as_the_tuple() -> None:
     """Also where nothing reads one of its tensors."""
-    heap, parts = Heap(), (Storage(100), Storage(10))
+    heap = Heap()
+    parts = heap.new(100, 10)
     heap.bind("tuple", parts)
     heap.bind("first", parts[:1])
     heap.free("tuple")
@@ -85,6 +86,6 @@ def test_a_storage_of_a_tuple_lives_as_long_as_the_tuple() -> None:
     heap.free("first")
     heap.free("first")
     assert (heap.live_bytes, heap.peak_bytes) == (0, 110)
-    heap.bind("again", (Storage(5),))
+    heap.bind("again", heap.new(5))
     heap.keep_only(())
     assert heap.live_bytes == 0

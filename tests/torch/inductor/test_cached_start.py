@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from checkmate.torch import measure_peak
-from checkmate.torch.inductor import compile as compiler
+from checkmate.torch.inductor import generate as compiler
 from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import Observed, Planned, compiled, observe

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from checkmate import Graph, Op, Plan, PlanError, Value, simulate, validate
-from checkmate.torch.inductor.canonical import in_graph_order
+from checkmate.torch.inductor.search import in_graph_order
 from tests.strategies import random_graph, random_order
 
 

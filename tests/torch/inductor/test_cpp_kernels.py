@@ -9,7 +9,7 @@ from torch._inductor import codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 
-from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
+from checkmate.torch._compat.cpp_kernels import PendingKernels
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 ARGUMENTS = ["const float*", "float*", "const int64_t"]

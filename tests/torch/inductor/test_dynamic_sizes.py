@@ -17,7 +17,7 @@ import checkmate
 from checkmate import OptionError
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
-from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
+from checkmate.torch.inductor.compile import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 

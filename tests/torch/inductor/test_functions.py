@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from checkmate.torch._compat.inductor import inductor_config, one_function_for_vectors_and_scalars
+from checkmate.torch._compat.inductor import InductorChoices, inductor_config, under_a_plan
 
 WIDTH = 24
 """One vector of 16 numbers, and 8 after it."""
@@ -39,7 +39,7 @@ def test_what_it_is_fused_with_changes_no_bit() -> None:
         return [function(x[:, :1]).double() for function in FUNCTIONS.values()]
 
     torch._dynamo.reset()
-    with one_function_for_vectors_and_scalars(), inductor_config.patch(fx_graph_cache=False):
+    with under_a_plan(InductorChoices()), inductor_config.patch(fx_graph_cache=False):
         found = [torch.compile(f)(x) for f in (alone, beside_integers, of_one_number)]
     for name, vectors, mixed, scalars in zip(FUNCTIONS, *found, strict=True):
         assert torch.equal(vectors.abs(), mixed), name

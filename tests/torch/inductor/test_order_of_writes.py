@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from checkmate.torch import measure_peak
-from checkmate.torch._compat.inductor import freed_between_loops, inductor_config, reads_after_writes, writes_over_what_dies
+from checkmate.torch._compat.inductor import InductorChoices, inductor_config, under_a_plan
 
 
 def test_a_sum_is_scattered_before_it_is_read() -> None:
@@ -22,7 +22,7 @@ def test_a_sum_is_scattered_before_it_is_read() -> None:
         return y, torch.where(y <= 0, 0.0, z)
 
     torch._dynamo.reset()
-    with reads_after_writes(), inductor_config.patch(fx_graph_cache=False):
+    with under_a_plan(InductorChoices()), inductor_config.patch(fx_graph_cache=False):
         _, found = torch.compile(function)(a, w)
     torch.testing.assert_close(found, function(a, w)[1])
 
@@ -41,7 +41,7 @@ def test_a_product_with_a_parameter_that_is_updated_later_is_written_over() -> N
     expected = function(x, w.clone())
     patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
     torch._dynamo.reset()
-    with writes_over_what_dies(), patches:
+    with under_a_plan(InductorChoices()), patches:
         found, (code, *_) = run_and_get_code(torch.compile(function), x, w.clone())
     torch.testing.assert_close(found, expected)
     reused = [line for line in code.splitlines() if line.endswith("# reuse")]
@@ -61,7 +61,7 @@ def test_what_is_in_registers_is_not_written_over() -> None:
     x, w, up = torch.randn(64, 32), torch.randn(32, 32), torch.randn(64, 32)
     patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
     torch._dynamo.reset()
-    with writes_over_what_dies(), patches:
+    with under_a_plan(InductorChoices()), patches:
         found, (code, *_) = run_and_get_code(torch.compile(function), x, w, up)
     torch.testing.assert_close(found, function(x, w, up))
     allocated = [line for line in code.splitlines() if "= empty_strided_cpu(" in line]
@@ -78,7 +78,7 @@ def test_what_a_loop_reads_last_is_freed_before_the_next_loop() -> None:
     x, w, y = torch.randn(512, 8), torch.randn(8, 512), torch.randn(300, 700)
     patches = {"fx_graph_cache": False, "allow_buffer_reuse": False, "reorder_for_peak_memory": False}
     peaks = []
-    for context in (nullcontext(), freed_between_loops()):
+    for context in (nullcontext(), under_a_plan(InductorChoices())):
         torch._dynamo.reset()
         with context, inductor_config.patch(**patches):
             run = torch.compile(function)

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.torch._compat.inductor import DONATED, inductor_config
-from checkmate.torch.inductor import compile as inductor_compile
+from checkmate.torch.inductor import generate as inductor_compile
 from checkmate.torch.inductor.repeats import outline_repeats
 from tests.torch.inductor.test_compile import given_room, peak_of, planned_loss
 from tests.torch.networks import Transformer, mlp

@@ -34,18 +34,22 @@ def step_graph(layers: int = 8) -> Graph:
     )
 
 
-def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None, int]:
+def memory_of(peak_bytes: int) -> StepMemory:
+    return StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=peak_bytes, gradient_bytes=0)
+
+
+def fitted(graph: Graph, budget: int, compiler: Compiler, name: str = "some compiler") -> tuple[Trial | None, int]:
     """What a budget is answered with, and after how many compilations."""
     options = Options(budget=budget, compiler="inductor", time_limit_s=1)
-    search = CalibratedSearch(Compilation(fx.Graph(), (), options, Hooks()), "some compiler")
-    while True:
+    search = CalibratedSearch(Compilation(fx.Graph(), (), options, Hooks()), name)
+    peaks: list[int] = []
+
+    def compiled() -> None:
         _, result = search.plan(graph)
-        peak = compiler(result.peak_bytes, result.plan.order)
-        memory = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=peak, gradient_bytes=0)
-        search.record(memory, measured=True)
-        if not search.next_candidate():
-            break
-    best = search.best()
+        peaks.append(compiler(result.peak_bytes, result.plan.order))
+
+    compiled()
+    best = search.choose(None, compiled, lambda index: memory_of(peaks[index]))
     return None if best is None else search.trials[best], len(search.trials)
 
 
@@ -60,9 +64,9 @@ def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | No
     monkeypatch.setattr(compilation, "share", lambda graph: share)
     search = CalibratedSearch(compilation, "some compiler")
     assert search.plan(graph)[1].plan.order == order
-    search.record(replace(planned, saved_bytes=planned.saved_bytes - room), measured=True)
-    assert not search.next_candidate()
-    assert search.best() == chosen
+    measured = replace(planned, saved_bytes=planned.saved_bytes - room)
+    assert search.choose(None, lambda: None, lambda index: measured) == chosen
+    assert len(search.trials) == 1
 
 
 def fickle(seed: int) -> Compiler:
@@ -116,7 +120,7 @@ def test_room_that_fusion_leaves_is_used() -> None:
     graph = step_graph()
     budget = int(0.6 * keep_all_bytes(graph))
     exact, _ = fitted(graph, budget, lambda planned, order: planned)
-    saving, compilations = fitted(graph, budget - 1, lambda planned, order: planned * 2 // 3)
+    saving, compilations = fitted(graph, budget - 1, lambda planned, order: planned * 2 // 3, "one that fuses")
     assert exact is not None
     assert saving is not None
     assert saving.cost < exact.cost

@@ -13,7 +13,7 @@ from torch import nn
 import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import Step, measure_peak
-from checkmate.torch.inductor.whole.update_ops import TensorFactors
+from checkmate.torch.inductor.whole_step import TensorFactors
 from tests.torch.networks import Mixed, input_of, mlp
 
 pytestmark = pytest.mark.usefixtures("nothing_else")

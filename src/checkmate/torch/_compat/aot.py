@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch.partitioners import default_partition, get_default_op_list
 from torch._guards import TracingContext
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = [
-    "BoxedRun",
-    "aot_autograd",
-    "as_boxed",
-    "boxed",
-    "default_partition",
-    "functorch_config",
-    "fusible_packets",
-    "is_tangent",
-    "keep_undefined",
-    "overwritten_inputs",
-    "regions_as_hints",
-    "saved_symbols",
-]
+from checkmate.torch._compat import replaced
+
+__all__ = ["aot_autograd", "default_partition", "functorch_config"]
 
 
 def fusible_packets() -> Iterable[Any]:
@@ -35,7 +30,7 @@ def fusible_packets() -> Iterable[Any]:
 
 
 def overwritten_inputs(count: int) -> frozenset[int] | None:
-    """Inputs that the most recently compiled graph overwrites."""
+    """Positions of the inputs that the most recently compiled graph overwrites; None where its metadata does not say."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None or len(metadata.input_info) != count:  # AOTAutograd merged inputs that alias
@@ -48,8 +43,7 @@ def regions_as_hints() -> AbstractContextManager[Any]:
 
     In a graph with a backward in it, a whole step, it would do so before the graph is planned, and refuse regions with dropout.
     """
-    name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    return functorch_config.patch(name, False) if hasattr(functorch_config, name) else nullcontext()
+    return functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
 
 
 BoxedRun = Callable[[list[Any]], Any]
@@ -98,3 +92,88 @@ def keep_undefined(outputs: Iterable[Any]) -> None:
             node = node.next_functions[0][0] if node.next_functions else None
         if hasattr(node, "set_materialize_grads"):
             node.set_materialize_grads(False)  # type: ignore[union-attr]
+
+
+def inductor_cache_folder() -> Path:
+    """Where Inductor and AOTAutograd keep what they build: ``TORCHINDUCTOR_CACHE_DIR``, else a folder of temporary files."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def aot_cache_disabled() -> AbstractContextManager[Any]:
+    """Context in which AOTAutograd neither looks into its cache nor saves anything there."""
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def cached_attributes(run: Callable[..., Any]) -> dict[str, Any]:
+    """Attributes of compiled code by which an entry of AOTAutograd's cache refers to it."""
+    names = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr", "_time_taken_ns")
+    return {name: getattr(run, name) for name in names if hasattr(run, name)}
+
+
+_Cache: Any = autograd_cache.AOTAutogradCache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """An entry of AOTAutograd's cache that has not been saved."""
+
+    key: str
+    content: Any
+    remote: bool  # whether it goes to a remote cache as well
+
+    def save(self, note: Any) -> None:
+        """Save the entry with a note that can be pickled; a failure is logged by AOTAutograd."""
+        self.content._checkmate_note = note
+        _Cache.save(self.key, self.content, self.remote)
+
+
+class CachedCompilation:
+    """A compilation that AOTAutograd's cache may answer.
+
+    AOTAutograd looks into its cache before it traces a graph, and saves an entry as soon as it has compiled one. Here an entry is
+    held until it is known which of several compilations runs, and a loaded forward and backward are handed out before
+    AOTAutograd wraps them.
+    """
+
+    def __init__(self) -> None:
+        self.note: Any = None  # what was saved with the entry that was found; None if there is none
+        self.entries: list[CacheEntry] = []  # what AOTAutograd would have saved; empty if its cache answered
+
+    @contextmanager
+    def looking_up(self, replace: Callable[[str, Any], Any]) -> Iterator[None]:
+        """Context in which one graph is compiled, or taken from the cache.
+
+        AOTAutograd calls what a function returns for ``"forward"`` or ``"backward"`` and the code that was loaded.
+        """
+        if functorch_config.bundled_autograd_cache:
+            with aot_cache_disabled():
+                yield
+            return
+        thread = threading.get_ident()  # backwards of other models may be compiled on other threads meanwhile
+        save, look_up = _Cache.save, _Cache._lookup
+
+        def hold(key: str, content: Any, remote: bool) -> None:
+            if threading.get_ident() != thread:
+                save(key, content, remote)
+            else:
+                self.entries.append(CacheEntry(key, content, remote))
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            result = look_up(*args, **kwargs)
+            if result is None or threading.get_ident() != thread:
+                return result
+            entry = result[0]
+            self.note = getattr(entry, "_checkmate_note", None)
+            if self.note is None or entry.compiled_bw is None:
+                return None
+            for which, saved in (("forward", entry.compiled_fw), ("backward", entry.compiled_bw)):
+                saved.post_compile = _then(saved.post_compile, which, replace)
+            return result
+
+        with replaced(_Cache, "save", staticmethod(hold)), replaced(_Cache, "_lookup", staticmethod(found)):
+            yield
+
+
+def _then(post_compile: Callable[..., Any], which: str, replace: Callable[[str, Any], Any]) -> Callable[..., Any]:
+    """The last that AOTAutograd does with code when it has loaded it, and then a replacement of the code."""
+    return lambda *args, **kwargs: replace(which, post_compile(*args, **kwargs))

@@ -1,10 +1,11 @@
-"""Private names of torch's dispatcher: fake tensors, op types, higher-order ops."""
+"""Private names of torch's dispatcher: fake tensors, op types, higher-order ops, autocast."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -14,30 +15,23 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 __all__ = [
-    "COLLECTIVES",
-    "WATCHES_COMPILED_CODE",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
-    "defined_memory",
+    "autocast_enter",
     "detect_fake_mode",
-    "dispatches_in_python",
-    "fake_mode_with_numbers",
-    "fake_tensor_on",
-    "innermost_transform",
     "invoke_subgraph",
     "no_dispatch",
-    "no_modes",
     "run_and_save_rng_state",
     "run_with_rng_state",
-    "top_mode",
 ]
 
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
@@ -89,12 +83,34 @@ def dispatches_in_python(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
-WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether Dynamo can compile while a dispatch mode is on."""
-
-
 def fake_tensor_on(tensor: FakeTensor, device: torch.device) -> FakeTensor:
     """A fake tensor relabelled for another device."""
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), device)
+
+
+def autocast_kernels(device: Literal["CPU", "CUDA"]) -> set[str]:
+    """Ops for which autocast has a rule on a type of device, present or not, such as ``"addmm"`` or ``"softmax.int"``."""
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return {name.removeprefix("aten::") for name in names if registered(name, f"Autocast{device}")}
+
+
+def autocast_off() -> AbstractContextManager[Any]:
+    """Context in which the CPU's autocast leaves ops alone, so that a rule can call the op it is for."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+@contextmanager
+def replaced_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replace rules of the CPU's autocast, in the whole process, while the context is open."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name, kernel in kernels.items():
+                library.impl(name, torch.library.fallthrough_kernel if kernel is None else kernel, "AutocastCPU")
+        yield
+    finally:
+        library._destroy()

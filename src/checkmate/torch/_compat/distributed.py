@@ -15,16 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.torch._compat.dynamo import dynamo_config
 
-__all__ = [
-    "DistributedDataParallel",
-    "FSDPGroup",
-    "active_ddp",
-    "fsdp_groups",
-    "inside_ddp_forward",
-    "job_store",
-    "uses_fsdp",
-    "wrapper_runs",
-]
+__all__ = ["DistributedDataParallel"]
 
 
 def job_store() -> torch.distributed.Store:

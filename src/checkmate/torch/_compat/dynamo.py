@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -20,33 +19,10 @@ from torch._dynamo import OptimizedModule, callback_handler, trace_rules
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.torch_version import TorchVersion
 
-__all__ = [
-    "RECURRENT",
-    "CompileLog",
-    "DynamoTransparentError",
-    "FrameRecord",
-    "GraphBreak",
-    "OptimizedModule",
-    "TorchDynamoException",
-    "TorchRuntimeError",
-    "Unsupported",
-    "UserError",
-    "autograd_nodes",
-    "call_through",
-    "called_through",
-    "dynamo_config",
-    "enter_around_calls",
-    "patched_settings",
-    "recompile_current_frame",
-    "recurrent_layers_outside",
-    "runs_eagerly_on_request",
-    "takes_gradients",
-    "traceable_call",
-    "untraced",
-    "watch_compilations",
-]
+from checkmate.torch._compat import replaced
+
+__all__ = ["OptimizedModule", "TorchDynamoException", "TorchRuntimeError", "Unsupported", "UserError", "dynamo_config"]
 
 autograd_nodes = _get_sequence_nr
 """Number of autograd nodes that this thread has made since it began: it grows with every differentiable op that runs."""
@@ -229,18 +205,12 @@ def _frame_record(metrics: Any) -> FrameRecord:
     )
 
 
-def patched_settings(**settings: Any) -> AbstractContextManager[None]:
-    """Context with some settings of Dynamo, among which may be sets of functions."""
-    return dynamo_config.patch(**settings) if _LOGGED_WITHOUT_FUNCTIONS else _unlogged(dynamo_config.patch(**settings))
-
-
-_LOGGED_WITHOUT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
-"""Whether Dynamo's log of each compilation leaves sets of functions out. PyTorch 2.11 sorts them, and prints a traceback."""
-
-
 @contextmanager
-def _unlogged(settings: AbstractContextManager[None]) -> Generator[None]:
-    """The settings, which are not logged where they cannot be."""
+def patched_settings(**settings: Any) -> Generator[None]:
+    """Context with some settings of Dynamo, among which may be sets of functions.
+
+    PyTorch 2.11 and 2.12 sort such sets to log them, which fails with a traceback.
+    """
     log = dynamo_utils._get_dynamo_config_for_logging
 
     def logged() -> str | None:
@@ -248,7 +218,7 @@ def _unlogged(settings: AbstractContextManager[None]) -> Generator[None]:
             return log()
         return None
 
-    with settings, patch.object(dynamo_utils, "_get_dynamo_config_for_logging", logged):
+    with dynamo_config.patch(**settings), replaced(dynamo_utils, "_get_dynamo_config_for_logging", logged):
         yield
 
 
@@ -265,8 +235,7 @@ def recurrent_layers_outside() -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(allow_rnn=True))
         for layer, forward in layers.items():
-            stack.callback(setattr, layer, "forward", layer.forward)
-            layer.forward = forward
+            stack.enter_context(replaced(layer, "forward", forward))
         yield
 
 

@@ -10,16 +10,6 @@ import torch
 
 from checkmate.torch._compat.dynamo import untraced
 
-__all__ = [
-    "before_accumulation",
-    "current_backward",
-    "grad_accumulators",
-    "keeps_graph",
-    "queue_after_backward",
-    "saved_by_autograd",
-    "saved_tensors_packer",
-]
-
 
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Have the autograd engine call a function when the backward that is running now is over."""

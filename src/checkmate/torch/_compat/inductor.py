@@ -1,11 +1,13 @@
-"""Private names of Inductor; imported only where Inductor compiles, since importing it takes a second."""
+"""Private names of Inductor; imported only where Inductor compiles, since importing it takes a second.
+
+Some of Inductor's methods do what a plan cannot live with. `under_a_plan` puts the functions of this module in their place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
@@ -26,34 +28,11 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._ordered_set import OrderedSet
 
-from checkmate.torch._compat.codegen.generated_code import buffer_bytes
+from checkmate.torch._compat import replaced
+from checkmate.torch._compat.generated_code import buffer_bytes
 from checkmate.torch._compat.symbolic import at_upper_bounds
 
-__all__ = [
-    "DONATED",
-    "CustomPartitionerFn",
-    "InductorChoices",
-    "as_if_compiling",
-    "compile_fx",
-    "compile_fx_inner",
-    "donated_inputs",
-    "donated_to_subgraphs",
-    "freed_between_loops",
-    "inductor_config",
-    "invoke_subgraph",
-    "one_function_for_vectors_and_scalars",
-    "prefers_channels_last",
-    "reads_after_writes",
-    "stock_patches",
-    "sums_for_every_size",
-    "trace_functionally",
-    "unfused_addmm",
-    "use_inductor_choices",
-    "writes_over_what_dies",
-]
-
-use_inductor_choices = V.set_choices_handler
-"""Context that installs an `InductorChoices`; the config option of that name is read only once per thread."""
+__all__ = ["CustomPartitionerFn", "InductorChoices", "compile_fx", "compile_fx_inner", "inductor_config", "invoke_subgraph"]
 
 
 def prefers_channels_last(gm: GraphModule) -> bool:
@@ -62,45 +41,73 @@ def prefers_channels_last(gm: GraphModule) -> bool:
 
 
 def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that ``torch.compile(backend="inductor")`` would compile with."""
+    """The configuration that ``torch.compile(backend="inductor")`` would compile with; options override those of the mode.
+
+    `torch.compile` itself takes one of the two, the class that it hands them to takes both. A RuntimeError says that an option is
+    unknown, or that its value has another type.
+    """
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
 
 
-@contextmanager
-def as_if_compiling() -> Iterator[None]:
+def as_if_compiling() -> AbstractContextManager[None]:
     """Let torch's optimizers compute as under `torch.compile`: on tensors, and without reading them back."""
-    with patch.object(torch.compiler, "_is_compiling_flag", True):
-        yield
+    return replaced(torch.compiler, "_is_compiling_flag", True)
 
 
 def trace_functionally(function: Callable[..., None], inputs: Sequence[torch.Tensor]) -> Graph:
-    """The ops of a function that overwrites its inputs, as Inductor decomposes them."""
+    """The ops of a function that overwrites its inputs, as Inductor decomposes them; they end with a ``copy_`` to each."""
     functional = torch.func.functionalize(function, remove="mutations_and_views")
     return make_fx(functional, decomposition_table=select_decomp_table())(*inputs).graph
 
 
+DONATED = "checkmate_donated"
+"""Key in the metadata of a subgraph's module: positions of the inputs that no caller reads after a call."""
+
+
+def donated_inputs() -> frozenset[int]:
+    """Positions of the inputs that the backward being compiled may overwrite: tensors that only it holds."""
+    return frozenset(get_donated_idxs() or ())
+
+
 @contextmanager
-def reads_after_writes() -> Iterator[None]:
-    """Keep a loop that reads a tensor behind the op that adds to it in place, also when the loop is computed again for a fusion.
-
-    PyTorch 2.13 loses that dependency in `recompute_size_and_body`, unless the loop has another one of certain kinds. In a
-    ResNet-50 whose first ReLU is computed again, the gradient of the pooling before it was read before it was scattered into its
-    zeros: the gradients of the first convolution were zero.
-    """
-    recompute = SchedulerNode.recompute_size_and_body
-
-    def recomputed(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
-        recompute(node, *args, **kwargs)
-        renames = getattr(node, "mutation_renames", None)
-        if renames:
-            node.set_read_writes(node.read_writes.rename(renames))
-
-    with patch.object(SchedulerNode, "recompute_size_and_body", recomputed):
+def under_a_plan(choices: InductorChoices) -> Iterator[None]:
+    """Let Inductor generate code that has the bits, the order and the memory of a plan."""
+    with ExitStack() as stack:
+        # The config option of that name is read only once per thread.
+        stack.enter_context(V.set_choices_handler(choices))
+        for owner, name, value in (
+            (SchedulerNode, "recompute_size_and_body", _recompute_and_order),
+            (SchedulerNode, "decide_inplace_update", _write_over_what_dies),
+            (CppScheduling, "codegen_node", _free_between_loops),
+            (CppKernel, "need_use_acc_helper", _sum_for_every_size),
+            (GraphLowering, "make_subgraph", _donate_to_subgraph),
+            *((CppOverrides, name, staticmethod(_as_in_a_vector(name))) for name in _FUNCTIONS),
+            *((entry, "extra_check", lambda match: False) for entry in _addmm_patterns()),
+        ):
+            stack.enter_context(replaced(owner, name, value))
         yield
 
 
-@contextmanager
-def writes_over_what_dies() -> Iterator[None]:
+_recompute_size_and_body = SchedulerNode.recompute_size_and_body
+
+
+def _recompute_and_order(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+    """Keep a loop that reads a tensor behind the op that adds to it in place, also when the loop is computed again for a fusion.
+
+    PyTorch 2.11 to 2.13 lose that dependency (https://github.com/pytorch/pytorch/issues/185509). In a ResNet-50 whose first ReLU
+    is computed again, the gradient of the pooling before it was read before it was scattered into its zeros: the gradients of the
+    first convolution were zero.
+    """
+    _recompute_size_and_body(node, *args, **kwargs)
+    renames = getattr(node, "mutation_renames", None)
+    if renames:
+        node.set_read_writes(node.read_writes.rename(renames))
+
+
+_decide_inplace_update = SchedulerNode.decide_inplace_update
+
+
+def _write_over_what_dies(node: SchedulerNode) -> None:
     """Let a loop write its result over an operand that nothing reads later, as PyTorch 2.13 does with two exceptions.
 
     It takes an op that only has to come later for a reader. In a whole step every product with a parameter is waited for by the
@@ -109,20 +116,14 @@ def writes_over_what_dies() -> Iterator[None]:
     And it may choose an operand that exists in registers only, whose memory is then allocated for the result: in the backward of
     a gated MLP the sigmoid of the gate, beside which the gate itself could have been written over.
     """
-    decide = SchedulerNode.decide_inplace_update
-
-    def decided(node: SchedulerNode) -> None:
-        in_registers = _made_in_registers(node)
-        with ExitStack() as stack:
-            for name in {read.name for read in node.read_writes.reads}:
-                buffer = node.scheduler.name_to_buf.get(name)
-                if buffer is not None:
-                    readers = [user for user in buffer.users if not _only_waits(user, name)]
-                    stack.enter_context(patch.object(buffer, "users", [] if name in in_registers else readers))
-            decide(node)
-
-    with patch.object(SchedulerNode, "decide_inplace_update", decided):
-        yield
+    in_registers = _made_in_registers(node)
+    with ExitStack() as stack:
+        for name in {read.name for read in node.read_writes.reads}:
+            buffer = node.scheduler.name_to_buf.get(name)
+            if buffer is not None:
+                readers = [user for user in buffer.users if name not in in_registers and not _only_waits(user, name)]
+                stack.enter_context(replaced(buffer, "users", readers))
+        _decide_inplace_update(node)
 
 
 def _made_in_registers(node: SchedulerNode) -> set[str]:
@@ -142,27 +143,20 @@ def _only_waits(user: Any, name: str) -> bool:
     return user.is_weak and bool(named) and all(getattr(read, "is_fake", False) for read in named)
 
 
-_LEAST_FREED_BYTES = 1 << 18
-"""Bytes that are worth a call of a kernel: reading them takes several times as long as the call."""
+_codegen_node = CppScheduling.codegen_node
 
 
-@contextmanager
-def freed_between_loops() -> Iterator[None]:
+def _free_between_loops(scheduling: CppScheduling, node: Any) -> None:
     """Free what a C++ loop reads last before the next loop allocates its results.
 
     Inductor collects loops that follow each other in one function, also those that are not fused: all of their results are
     allocated before it is called, and all that they read is freed after. In a U-Net the gradient of a normalization
     is computed beside the operand of the next convolution, which is computed again, and 3 of 58 MiB were over what was planned.
     """
-    generate = CppScheduling.codegen_node
-
-    def codegen_node(scheduling: CppScheduling, node: Any) -> None:
-        generate(scheduling, node)
-        if sum(_freeable_bytes(name, node.scheduler) for name in node.last_usage) >= _LEAST_FREED_BYTES:
-            scheduling._set_flush_status(True)
-
-    with patch.object(CppScheduling, "codegen_node", codegen_node):
-        yield
+    _codegen_node(scheduling, node)
+    freed_bytes = sum(_freeable_bytes(name, node.scheduler) for name in node.last_usage)
+    if freed_bytes >= 1 << 18:  # reading so many bytes takes several times as long as the call of another function
+        scheduling._set_flush_status(True)
 
 
 def _freeable_bytes(name: str, scheduler: Any) -> int:
@@ -171,25 +165,23 @@ def _freeable_bytes(name: str, scheduler: Any) -> int:
     return 0 if buffer is None or name in V.graph.removed_buffers else buffer_bytes(V.graph, buffer)
 
 
-@contextmanager
-def unfused_addmm() -> Iterator[None]:
-    """Keep a matrix product apart from the sum that reads it.
+def _addmm_patterns() -> list[Any]:
+    """Inductor's patterns that replace a matrix product and the sum that reads it by one ``addmm`` in the sum's place.
 
-    Inductor's pattern replaces both by one ``addmm`` where the sum is. Where a plan computes the product earlier, what the
-    product reads then lives until the sum: in a BERT the gradient of the logits until that of the embedding, to which the tied
-    weight's gradient is added.
+    Where a plan computes the product earlier, what the product reads then lives until the sum: in a BERT the gradient of the
+    logits until that of the embedding, to which the tied weight's gradient is added.
     """
-    entries = [entry for passes in pass_patterns for found in passes.patterns.values() for entry in found]
-    with ExitStack() as stack:
-        for entry in entries:
-            if getattr(entry, "handler", None) is fuse_addmm:
-                stack.enter_context(patch.object(entry, "extra_check", lambda match: False))
-        yield
+    entries = (entry for passes in pass_patterns for found in passes.patterns.values() for entry in found)
+    return [entry for entry in entries if getattr(entry, "handler", None) is fuse_addmm]
 
 
-_FUNCTIONS = (
-    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "lgamma",
-    "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "tan", "tanh",
+_FUNCTIONS = tuple(
+    name
+    for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+        "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "tan", "tanh",
+    )
+    if name in vars(CppOverrides) and name in vars(CppVecOverrides)
 )  # fmt: skip
 """Functions of one number that the C++ library and a vector library compute with different errors."""
 
@@ -206,79 +198,53 @@ _ONE_LANE = """[&](auto x_) {{
 }}({argument})"""
 
 
-@contextmanager
-def one_function_for_vectors_and_scalars() -> Iterator[None]:
-    """Have C++ kernels compute exp, tanh and the like for single numbers as for vectors of them.
+def _as_in_a_vector(name: str) -> Callable[[Any], str]:
+    """The code of a C++ kernel that computes exp, tanh and the like for one number as for vectors of them.
 
     Whether a loop, or its last few numbers, is computed with vectors depends on all ops that are fused in it: one with integers
     is enough that none is. A vector's exp is not that of the C++ library in the last bit, so that what is computed would depend
     on what it is fused with, and so on the plan.
     """
+    scalar, vector = getattr(CppOverrides, name), getattr(CppVecOverrides, name)
 
-    def lane(name: str) -> Callable[..., str]:
-        scalar, vector = getattr(CppOverrides, name), getattr(CppVecOverrides, name)
+    def function(x: Any) -> str:
+        if not pick_vec_isa():
+            return str(scalar(x))
+        text = _ONE_LANE.format(vector=vector("v_"), scalar=scalar("x_"), argument=x)
+        return " ".join(line.strip() for line in text.splitlines())
 
-        def function(x: Any) -> str:
-            if not pick_vec_isa():
-                return str(scalar(x))
-            text = _ONE_LANE.format(vector=vector("v_"), scalar=scalar("x_"), argument=x)
-            return " ".join(line.strip() for line in text.splitlines())
-
-        return function
-
-    both = [name for name in _FUNCTIONS if name in vars(CppOverrides) and name in vars(CppVecOverrides)]
-    with ExitStack() as stack:
-        for name in both:
-            stack.enter_context(patch.object(CppOverrides, name, staticmethod(lane(name))))
-        yield
+    return function
 
 
-@contextmanager
-def sums_for_every_size() -> Iterator[None]:
+_need_use_acc_helper = CppKernel.need_use_acc_helper
+
+
+def _sum_for_every_size(kernel: CppKernel, *args: Any, **kwargs: Any) -> bool:
     """Have a C++ kernel add in the way of its largest size where sizes are symbolic, instead of guarding on one way.
 
     Inductor adds more than 4096 numbers in cascades, which are right for fewer as well. Where it guarded on that, code for up to
     512 rows of 64 numbers would serve no fewer than 65 rows, and ``mark_dynamic`` with a range beyond that would be an error.
     """
-    decide = CppKernel.need_use_acc_helper
+    sizes: Any = V.graph.sizevars
+    guard = sizes.guard_or_false
 
-    def decided(kernel: CppKernel, *args: Any, **kwargs: Any) -> bool:
-        sizes = V.graph.sizevars
-        guard = sizes.guard_or_false
+    def at_largest(condition: Any) -> bool:
+        largest = at_upper_bounds(condition, sizes.shape_env)
+        return bool(guard(condition)) if largest is None else largest
 
-        def at_largest(condition: Any) -> bool:
-            largest = at_upper_bounds(condition, sizes.shape_env)
-            return bool(guard(condition)) if largest is None else largest
-
-        with patch.object(sizes, "guard_or_false", at_largest):
-            return bool(decide(kernel, *args, **kwargs))
-
-    with patch.object(CppKernel, "need_use_acc_helper", decided):
-        yield
+    with replaced(sizes, "guard_or_false", at_largest):
+        return bool(_need_use_acc_helper(kernel, *args, **kwargs))
 
 
-DONATED = "checkmate_donated"
-"""Key in the metadata of a subgraph's module: positions of the inputs that no caller reads after a call."""
+_make_subgraph = GraphLowering.make_subgraph
 
 
-def donated_inputs() -> frozenset[int]:
-    """Positions of the inputs that the backward being compiled may overwrite: tensors that only it holds."""
-    return frozenset(get_donated_idxs() or ())
-
-
-@contextmanager
-def donated_to_subgraphs() -> Iterator[None]:
-    """Have subgraphs overwrite the inputs that are donated to them.
+def _donate_to_subgraph(graph: GraphLowering, gm: GraphModule, *args: Any, **kwargs: Any) -> SubgraphLowering:
+    """Have a subgraph overwrite the inputs that are donated to it.
 
     Inductor takes the positions of the inputs that are donated to the backward for those of each subgraph in it, and would
     overwrite tensors that are read later.
     """
-    make = GraphLowering.make_subgraph
-
-    def make_subgraph(graph: GraphLowering, gm: GraphModule, *args: Any, **kwargs: Any) -> SubgraphLowering:
-        made = make(graph, gm, *args, **kwargs)
-        made.bw_donated_idxs = sorted(gm.meta.get(DONATED, ()))
-        return made
-
-    with patch.object(GraphLowering, "make_subgraph", make_subgraph):
-        yield
+    made = _make_subgraph(graph, gm, *args, **kwargs)
+    made.bw_donated_idxs = sorted(gm.meta.get(DONATED, ()))
+    return made

@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-__all__ = ["MemoryTrace", "keep_busy", "memory_trace", "outside_of_profilers", "profiler_running"]
-
 ResultT = TypeVar("ResultT")
 
 keep_busy = torch.cuda._sleep

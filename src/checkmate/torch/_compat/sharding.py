@@ -13,18 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import OpOverload, no_modes
-
-__all__ = ["Layout", "LibraryPlacement", "library_rules"]
 
 _log = logging.getLogger("checkmate.torch")
 
 LibraryPlacement: TypeAlias = int | Literal["whole", "sum"] | None
 """The dimension that is sharded, ``"whole"`` (replicated), ``"sum"`` (partial sums), or None for what is no tensor."""
-
-_PIECES = 2
-"""Devices of the imagined mesh. The rules depend on it only where a dimension is shorter than the mesh, or does not divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,11 @@ class Layout:
 def library_rules(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int
 ) -> list[tuple[LibraryPlacement, ...]]:
-    """Placements under which DTensor shards an op along one dimension of a mesh."""
+    """Placements under which DTensor shards an op along one dimension of a mesh: of the outputs, and then of each `Layout`.
+
+    The layouts stand for the tensors among the arguments, in the order of `torch.utils._pytree`. Ways to shard with a placement
+    that has no name here, such as a running maximum, are left out.
+    """
     library = _library()
     if library is None:
         return []
@@ -70,13 +70,13 @@ def _named(placements: Sequence[Any]) -> tuple[LibraryPlacement, ...] | None:
 
     def name(placement: Any) -> Any:
         # Subclasses mean something else: a strided shard, a partial sum that holds only some rows of an embedding.
-        if placement is None or isinstance(placement, int):
-            return placement
         if type(placement) is Shard:
             return placement.dim
         if type(placement) is Replicate:
             return "whole"
-        return "sum" if type(placement) is Partial and placement.reduce_op == "sum" else _UNKNOWN
+        if type(placement) is Partial and placement.reduce_op == "sum":
+            return "sum"
+        return placement if placement is None or isinstance(placement, int) else _UNKNOWN
 
     names = tuple(map(name, placements))
     return None if _UNKNOWN in names else names
@@ -105,68 +105,49 @@ class _Library:
     """DTensor's registries of rules, and what their functions take."""
 
     def __init__(self) -> None:
-        from torch.distributed.tensor import DeviceMesh, DTensor
-        from torch.distributed.tensor import placement_types as placements
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-        from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+        from torch.distributed.tensor import DeviceMesh, DTensor, _dtensor_spec, _op_schema, placement_types
         from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 
         propagator = DTensor._op_dispatcher.sharding_propagator
         self._direct: dict[OpOverload, Callable[..., Any]] = propagator.op_single_dim_strategy_funcs
         self._strategies: dict[OpOverload, Callable[..., Any]] = propagator.op_strategy_funcs
-        self._mesh = DeviceMesh("cpu", torch.arange(_PIECES), _init_backend=False, _rank=0)
+        # Rules depend on the mesh only where a dimension is shorter, or does not divide: it has the fewest devices.
+        self._mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
         if hasattr(self._mesh, "_rank_map"):  # eight bytes that would stay, and that a budget to the byte has no room for
             self._mesh._rank_map = self._mesh._rank_map.to("meta")
-        self._placements: Any = placements
+        self._placements: Any = placement_types
         self._placeholder: Any = _ShardingPlaceholder
-        self._meta: Any = TensorMeta
-        self._spec: Any = DTensorSpec
-        self._schema: Any = OpSchema
-        self._choice: Any = OpSpec
-        self._choices: Any = OpStrategy
-        self._tuple: Any = TupleStrategy
+        self._specs: Any = _dtensor_spec
+        self._schemas: Any = _op_schema
 
     def rules(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int) -> list[Sequence[Any]]:
         if op in self._direct:
-            direct = self._direct[op](op, _replace(args, self._tensor_meta), _replace(kwargs, self._tensor_meta))
+            direct = self._direct[op](op, *pytree.tree_map_only(Layout, self._tensor_meta, (args, kwargs)))
             return [[p.dim if isinstance(p, self._placeholder) else p for p in rule] for rule in direct]
         if op in self._strategies:
-            schema = self._schema(op, tuple(map(self._argument, args)), {k: self._argument(v) for k, v in kwargs.items()})
-            strategy = self._strategies[op](schema)
-            tensors = sum(_count(a) for a in (*args, *kwargs.values()))
+            given = tuple(map(self._argument, args)), {k: self._argument(v) for k, v in kwargs.items()}
+            strategy = self._strategies[op](self._schemas.OpSchema(op, *given))
+            tensors = sum(isinstance(leaf, Layout) for leaf in pytree.tree_leaves((args, kwargs)))
             return [self._placements_of(choice, tensors, outputs) for choice in getattr(strategy, "strategies", ())]
         return []
 
     def _tensor_meta(self, tensor: Layout) -> Any:
-        return self._meta(shape=torch.Size(tensor.shape), stride=tensor.stride, dtype=tensor.dtype)
+        return self._specs.TensorMeta(shape=torch.Size(tensor.shape), stride=tensor.stride, dtype=tensor.dtype)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, list) and any(isinstance(each, Layout) for each in value):
-            return self._tuple([self._any_placement(each) for each in value if isinstance(each, Layout)])
+            return self._schemas.TupleStrategy([self._any_placement(each) for each in value if isinstance(each, Layout)])
         return self._any_placement(value) if isinstance(value, Layout) else value
 
     def _any_placement(self, tensor: Layout) -> Any:
         # A function walks over the placements that the input can have, and some walk over those of two inputs side by side.
-        known = self._placements
+        known, meta = self._placements, self._tensor_meta(tensor)
         offered = [known.Replicate(), *(known.Shard(d) for d, n in enumerate(tensor.shape) if n > 1), known.Partial()]
-        meta = self._tensor_meta(tensor)
-        specs = [self._spec(self._mesh, (placement,), tensor_meta=meta) for placement in offered]
-        return self._choices([self._choice(output_specs=spec, input_specs=()) for spec in specs])
+        specs = [self._specs.DTensorSpec(self._mesh, (placement,), tensor_meta=meta) for placement in offered]
+        return self._schemas.OpStrategy([self._schemas.OpSpec(output_specs=spec, input_specs=()) for spec in specs])
 
     def _placements_of(self, choice: Any, tensors: int, outputs: int) -> Sequence[Any]:
         # One for all where all are placed alike.
         returned = choice.output_specs if isinstance(choice.output_specs, (tuple, list)) else (choice.output_specs,) * outputs
         read = (returned[0],) * tensors if choice.input_specs is None else choice.input_specs
         return [None if spec is None else spec.placements[0] for spec in (*returned, *read)]
-
-
-def _replace(value: Any, change: Callable[[Layout], Any]) -> Any:
-    if isinstance(value, Layout):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _replace(v, change) for k, v in value.items()}
-    return type(value)(_replace(v, change) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-def _count(value: Any) -> int:
-    return sum(map(_count, value)) if isinstance(value, (list, tuple)) else isinstance(value, Layout)

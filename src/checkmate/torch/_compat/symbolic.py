@@ -16,18 +16,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = [
-    "at_upper_bounds",
-    "bound_by_hint",
-    "emit_expression",
-    "guards_against_upper_bounds",
-    "is_automatic_dynamic",
-    "largest_value",
-    "upper_bound",
-    "user_upper_bound",
-    "value_at_upper_bounds",
-]
-
 _SAMPLES = 32
 """Sizes tried along the range of each symbol where interval arithmetic is not exact. More cost milliseconds per distinct
 expression; expressions in models are piecewise linear with few pieces, such as ``Max(s, 4)`` or ``s // 2``."""
@@ -62,10 +50,9 @@ def _constraints(symbol: torch.SymInt) -> list[Any]:
 def bound_by_hint(number: torch.SymInt) -> None:
     """Install guards: each symbol of the number without an upper bound is at most its current value."""
     env = number.node.shape_env
-    sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # before 2.13
     for symbol in number.node.expr.free_symbols:
         if env.var_to_range[symbol].upper is int_oo:
-            env.evaluate_expr(sympy.Le(symbol, sizes[symbol]))
+            env.evaluate_expr(sympy.Le(symbol, env.backed_var_to_val[symbol]))
 
 
 def value_at_upper_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:

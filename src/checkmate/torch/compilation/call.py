@@ -19,7 +19,6 @@ import torch
 
 from checkmate.core.errors import CheckmateError
 from checkmate.core.units import format_bytes
-from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE
 from checkmate.torch._compat.dynamo import (
     CompileLog,
     TorchRuntimeError,
@@ -142,9 +141,8 @@ class CompiledCalls:
         self._told.update(places)
         # The share of the step's memory and time that is planned belongs into this message as soon as something measures it.
         _log.warning(
-            "part of this call runs outside of every plan: what it allocates %s the budget of %s, but nothing of it is computed "
-            "again to save memory. %s\nhint: %s",
-            "counts towards" if WATCHES_COMPILED_CODE else "does not count towards",
+            "part of this call runs outside of every plan: what it allocates counts towards the budget of %s, but nothing of it "
+            "is computed again to save memory. %s\nhint: %s",
             self.options.budget,
             listed(places),
             hints(places),

@@ -3,8 +3,7 @@
 Messages are keys in the ``TCPStore`` at which the ranks of ``torch.distributed`` met. The protocol of decision ``n``:
 
 1. Every rank but 0 writes its message to ``n/<rank>`` and polls ``n/answer``.
-2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all, and counts in ``n/begun`` while it decides: the others wait as
-   long as the decision takes, but no longer than the process group's timeout after the last sign that rank 0 is alive.
+2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all. No rank waits longer than the process group's timeout.
 3. Rank 0 decides and writes ``n/answer``. It then deletes the keys of decision ``n - 1``: a message for ``n`` proves that its
    sender has read the answer to ``n - 1``.
 
@@ -24,10 +23,11 @@ Why not ``torch.distributed.gather_object`` over a gloo group, in 20 lines? Thre
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -36,27 +36,16 @@ import torch.distributed as dist
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
-from checkmate.torch.distributed.liveness import SilentStoreError, asked, content, signs_of_life
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PollingTimes:
-    """How a rank waits for a message."""
-
-    grace_s: float = 10.0  # seconds for which a peer may be ahead before it counts as running on without compiling
-    check_s: float = 0.5  # seconds between two checks whether the peer is ahead; each costs a round trip to the store
-    first_pause_s: float = 0.001  # seconds between the first two polls; short, as most messages are already there
-    longest_pause_s: float = 0.05  # the pause doubles up to this: 20 polls a second and rank are no load for the store
-    beat_s: float = 5.0  # seconds between two signs that rank 0 is alive while it decides
-
-
-_TIMES = PollingTimes()
-
-
 class RankError(CheckmateError, RuntimeError):
     """The ranks of a distributed job cannot run one plan: all of them stop."""
+
+
+class _SilentStoreError(RankError):
+    """The store does not answer, so that nothing can be left there either."""
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -73,11 +62,16 @@ _READ_MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 class Ranks:
-    """This process as one of the ranks of a job."""
+    """This process as one of the ranks of a job.
 
-    def __init__(self, rank: int, count: int) -> None:
+    A peer may be ahead for some seconds before it counts as running on without compiling. One that is about to compile is ahead
+    by one forward for moments only; ten seconds leave room for a slow data loader.
+    """
+
+    def __init__(self, rank: int, count: int, grace_s: float = 10.0) -> None:
         self.rank = rank
         self.count = count
+        self._grace_s = grace_s
         self._round = 0
         self._forwards = 0
         self._broadcast_error: BaseException | None = None
@@ -122,21 +116,20 @@ class Ranks:
                         hint="make every rank call the same compiled functions, in the same order",
                     )
                 gathered.append(message.body)
-            with signs_of_life(job_store(), f"{at}/begun", _TIMES.beat_s):
-                body = decider(gathered)
+            body = decider(gathered)
         except BaseException as error:
             self._send_failure(at, error)
             raise
         self._send(f"{at}/answer", _Message(body))
         if at:  # every rank that wrote a message of this decision has read the answer to the one before
-            for key in (f"{at - 1}/begun", f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
+            for key in (f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
                 job_store().delete_key(key)
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
         try:
             self._send(f"{at}/{self.rank}", _Message(mine, topic))
-            answer = self._receive(f"{at}/answer", 0, topic, f"{at}/begun")
+            answer = self._receive(f"{at}/answer", 0, topic)
         except BaseException as error:
             self._send_failure(at, error)
             raise
@@ -149,7 +142,7 @@ class Ranks:
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         # A topic marks a text that names the rank at fault already, as that of every RankError does.
         topic = "rank" if isinstance(error, RankError) else ""
-        if isinstance(error.__cause__, SilentStoreError):
+        if isinstance(error, _SilentStoreError):
             return
         with suppress(RuntimeError):
             self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
@@ -158,46 +151,35 @@ class Ranks:
         content = msgspec.msgpack.encode(message)
         _asked(lambda: job_store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
 
-    def _receive(self, key: str, rank: int, topic: str, begun: str = "") -> _Message:
-        """Poll for a message."""
+    def _receive(self, key: str, rank: int, topic: str) -> _Message:
+        """Poll for the message of a rank, unless it is ahead, so that the message will not come."""
         store = job_store()
-        looked = heard = time.monotonic()
-        ahead_since: float | None = None
-        pause = _TIMES.first_pause_s
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
-        check_s = min(_TIMES.check_s, timeout.total_seconds() / 4)
-        sign = b""
+        began = looked = time.monotonic()
+        ahead_since: float | None = None
+        pause_s = 0.001  # short at first, as most messages are already there
         try:
-            while not (message := _asked(lambda: content(store, key))):
+            while not (message := _asked(lambda: store.get(key) if store.check([key]) else b"")):
                 now = time.monotonic()
-                if now - looked > check_s:
+                if now - looked > min(0.5, self._grace_s / 4, timeout.total_seconds() / 4):  # a look is a round trip to the store
                     looked = now
                     ahead = _asked(lambda: self._is_ahead(store, rank))
                     ahead_since = (ahead_since or now) if ahead else None
-                    newest = _asked(lambda: content(store, begun)) if begun else b""
-                    if newest != sign:
-                        sign, heard = newest, now
-                if ahead_since is not None and now - ahead_since > _TIMES.grace_s:
+                if ahead_since is not None and now - ahead_since > self._grace_s:
                     raise RankError(
                         f"rank {self.rank} has to compile a graph, and rank {rank} runs on without: their batches differ in "
                         "shape, or their programs",
                         hint="give every rank batches of the same shape (drop_last=True, padding), or plan on each rank "
                         "separately with the option ranks='alone'",
                     )
-                if now - heard > timeout.total_seconds() and sign:
-                    raise RankError(
-                        f"rank {rank} began to decide on {topic}, and has given no sign of life for {timeout}: it was killed or "
-                        "stopped",
-                        hint=f"look for an error in the log of rank {rank}, and whether its machine ran out of memory",
-                    )
-                if now - heard > timeout.total_seconds():
+                if now - began > timeout.total_seconds():
                     raise RankError(
                         f"rank {rank} did not come to decide on {topic} within {timeout}",
-                        hint=f"look for an error in the log of rank {rank}; if it is only slow, give init_process_group a longer "
-                        "timeout",
+                        hint=f"look for an error in the log of rank {rank}, and whether its machine ran out of memory; if it is "
+                        "only slow, give init_process_group a longer timeout",
                     )
-                time.sleep(pause)
-                pause = min(2 * pause, _TIMES.longest_pause_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)  # 20 polls a second and rank are no load for the store
             return _READ_MESSAGE.decode(message)
         except dist.DistError as error:
             raise RankError(
@@ -211,16 +193,31 @@ class Ranks:
 
 
 def _asked(call: Callable[[], T]) -> T:
-    """The result of a call of the store of the job."""
+    """The result of a call of the job's store, made in a thread that is left behind after the timeout of the process group.
+
+    As a rule rank 0 holds the store. Where it is stopped, by a debugger or a full machine, no call returns, and none has a limit.
+    """
     timeout = job_store().timeout  # type: ignore[attr-defined]
+    done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((call(), None))
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread that asks
+            done.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="checkmate-store").start()
     try:
-        return asked(call, timeout)
-    except SilentStoreError as error:
-        raise RankError(
+        found, error = done.get(timeout=timeout.total_seconds())
+    except queue.Empty:
+        raise _SilentStoreError(
             f"the store at which the ranks met has not answered for {timeout}: the process that holds it, as a rule rank 0, "
             "was stopped",
             hint="look for an error in the log of rank 0, and whether its machine ran out of memory",
-        ) from error
+        ) from None
+    if error is not None:
+        raise error
+    return found  # type: ignore[return-value]
 
 
 # The ranks of the newest job. Kept when the process group is destroyed and initialised again, since a store may outlive it:

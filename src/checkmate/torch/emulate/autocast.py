@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from checkmate.torch._compat.autocast import autocast_kernels, autocast_off, replaced_autocast
+from checkmate.torch._compat.dispatch import autocast_kernels, autocast_off, replaced_autocast
 
 LOWER_PRECISION_FP = frozenset([
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.cost.store import OpCost
-from checkmate.torch._compat.autocast import autocast_enter
-from checkmate.torch._compat.dispatch import FakeTensor, fake_tensor_on
+from checkmate.torch._compat.dispatch import FakeTensor, autocast_enter, fake_tensor_on
 from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_workspace_bytes

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._inductor.inductor_prims import force_stride_order
 
 from checkmate.cost.store import OpCost
 from checkmate.torch.chunking.ahead import SCALE
@@ -135,7 +134,6 @@ class _Writer:
         self._node, self._graph = node, node.graph
         self._program = program_of(node)
         self._mode = node.meta["val"][0].fake_mode
-        self._by_columns: set[fx.Node] = set()
         self._about = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
     def replace(self) -> None:
@@ -197,37 +195,10 @@ class _Writer:
                 return self._call(aten.add.Tensor, args)
             case aten.gather.default | aten.gather.out:
                 return self._pick(*args)
-            case aten.mm.default | aten.mm.out if _is_wide_and_of_the_piece(node):
-                return self._product_by_columns(*args)
             case aten._to_copy.default if kwargs.keys() == {"dtype"}:
                 return self._call(_CONVERT, (args[0], kwargs["dtype"]))
             case _:
-                return self._stored_like_its_inputs(node, self._call(_functional(node), args, kwargs))
-
-    def _product_by_columns(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        """Multiply two matrices into one that is stored by columns.
-
-        The logits of a piece have few rows, and many columns. Matrix libraries are faster with as many rows as columns or more:
-        256 rows of 50,257 logits take MKL 0.28 s by rows, and 0.22 s by columns.
-        """
-        left, right = (self._call(aten.permute.default, (factor, [1, 0])) for factor in (left, right))
-        product = self._call(aten.permute.default, (self._call(aten.mm.default, (right, left)), [1, 0]))
-        self._by_columns.add(product)
-        return product
-
-    def _stored_like_its_inputs(self, node: fx.Node, written: fx.Node) -> fx.Node:
-        """Have what a pointwise op computes of a matrix by columns stored by columns too, if it is stored for a product.
-
-        Inductor would store it by rows, so that the gradient of logits is not written over them.
-        """
-        elementwise = torch.Tag.pointwise in getattr(written.target, "tags", ())
-        inputs = [value for value in written.all_input_nodes if value in self._by_columns]
-        if not elementwise or all(value.meta["val"].shape != written.meta["val"].shape for value in inputs):
-            return written
-        if _is_factor(node):
-            written = self._call(force_stride_order, (written, inputs[0].meta["val"].stride()))
-        self._by_columns.add(written)
-        return written
+                return self._call(_functional(node), args, kwargs)
 
     def _pick(self, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
         """Pick numbers from a tensor; where it is a difference, from what is subtracted from.
@@ -269,25 +240,8 @@ class _Writer:
         return node
 
 
-_PRODUCTS = frozenset({aten.mm.default, aten.mm.out, aten.addmm_.default})
-"""Products of matrices, as they are in the graphs of pieces."""
-
 _WRITES_FIRST = frozenset({aten.copy_.default, aten.add_.Tensor, aten.addmm_.default, aten.baddbmm_.default})
 """Ops of pieces that write to their first argument."""
-
-
-def _is_wide_and_of_the_piece(product: fx.Node) -> bool:
-    """Whether a product is wider than high, and is read by the piece alone."""
-    rows, columns = product.meta["val"].shape
-    written_to = product.kwargs.get("out")
-    result = any(user.op == "output" for user in product.users) or getattr(written_to, "op", "") == "placeholder"
-    return columns > rows and not result
-
-
-def _is_factor(value: fx.Node) -> bool:
-    """Whether a matrix product reads a value, as it is or transposed."""
-    transposed = (user for user in value.users if user.target is aten.permute.default)
-    return any(user.target in _PRODUCTS for user in value.users) or any(map(_is_factor, transposed))
 
 
 def _is_like(value: Any, index: fx.Node) -> bool:

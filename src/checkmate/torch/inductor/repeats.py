@@ -11,15 +11,16 @@ such an op (see `scheduler`), so that a graph has the same kernels, and the same
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
-from checkmate.torch._compat.codegen.generated_code import calls_are_known
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
 from checkmate.torch.graph.copy import copy_graph
@@ -48,20 +49,11 @@ _LIBRARY_OPS = frozenset(
 )
 """Ops that Inductor calls in another library; it fuses nothing across them."""
 
-_MOST_PARTS = 48
-"""Most parts of a sequence: ops of other libraries, each with what follows it. A layer has 10 to 30."""
-
-_CALL_NODES = 8
-"""Price of a call, in nodes that Inductor does not have to compile."""
-
-_LEAST_SAVED_NODES = 64
-"""Fewer nodes are not worth a subgraph."""
-
 
 def takes_subgraphs() -> bool:
     """Whether Inductor compiles a subgraph once, and fuses what it would fuse without subgraphs."""
     fuses_products = inductor_config.max_autotune or inductor_config.max_autotune_gemm
-    return calls_are_known() and not fuses_products and not inductor_config.cpp_wrapper
+    return not fuses_products and not inductor_config.cpp_wrapper
 
 
 def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> fx.GraphModule:
@@ -126,7 +118,7 @@ def _can_move(node: fx.Node) -> bool:
 def _token(nodes: Sequence[fx.Node]) -> str:
     counted = [n for n in nodes if not _is_seed(n)]
     inside = {n: f"%{i}" for i, n in enumerate(counted)}
-    return "\n".join(_line(n, lambda read: inside.get(read, "%")) for n in counted)
+    return sys.intern("\n".join(_line(n, lambda read: inside.get(read, "%")) for n in counted))  # many are compared
 
 
 def _is_seed(node: fx.Node) -> bool:
@@ -305,60 +297,58 @@ def _call(graph: fx.Graph, name: str, sequence: _Sequence) -> fx.Node:
 
 def _repeats(parts: Sequence[_Part]) -> Iterator[list[_Sequence]]:
     """The occurrences of each sequence that repeats, those that save most first."""
-    known: dict[str, int] = {}
-    tokens = np.array([known.setdefault(p.token, len(known)) if p.token else -1 - i for i, p in enumerate(parts)], dtype=np.int64)
-    sizes = np.array([len(p.nodes) for p in parts], dtype=np.int64)
-    free = np.array([p.token is not None for p in parts])
-    refused: set[tuple[int, int]] = set()
-    while (best := _best(tokens, sizes, free, refused)) is not None:
-        key, length, starts = best
-        refused.add(key)
+    ends = list(accumulate((len(p.nodes) for p in parts), initial=0))
+    free = [True] * len(parts)
+
+    def apart(places: Sequence[int], length: int) -> list[int]:
+        """The places of sequences that do not overlap, and of which no part is in another sequence yet."""
+        found, end = list[int](), 0
+        for at in places:
+            if at >= end and all(free[at : at + length]):
+                found.append(at)
+                end = at + length
+        return found
+
+    def saved(places: Sequence[int], length: int) -> int:
+        return _saved_nodes(len(places), ends[places[0] + length] - ends[places[0]]) if places else 0
+
+    todo = [(-saved(apart(places, length), length), length, places) for length, places in _repeated_runs(parts)]
+    heapify(todo)
+    while todo:
+        _, length, places = heappop(todo)
+        places = apart(places, length)
+        gain = saved(places, length)
+        if gain < 64:  # fewer nodes are not worth a subgraph
+            continue
+        if todo and gain < -todo[0][0]:  # others have taken some of its places
+            heappush(todo, (-gain, length, places))
+            continue
         by_text: dict[str, list[tuple[int, _Sequence]]] = {}
-        for at in starts:
+        for at in places:
             sequence = _Sequence.of([n for p in parts[at : at + length] for n in p.nodes])
             if (text := sequence.text) is not None:
                 by_text.setdefault(text, []).append((at, sequence))
         for same in by_text.values():
-            if _saved(len(same), len(same[0][1].nodes)) < _LEAST_SAVED_NODES:
+            if _saved_nodes(len(same), len(same[0][1].nodes)) < 64:
                 continue
             for at, _ in same:
-                free[at : at + length] = False
+                free[at : at + length] = [False] * length
             yield [sequence for _, sequence in same]
 
 
-def _saved(count: int, nodes: int) -> int:
-    return (count - 1) * nodes - count * _CALL_NODES
+def _saved_nodes(count: int, nodes: int) -> int:
+    """Nodes that Inductor does not have to compile, less the price of the calls."""
+    return (count - 1) * nodes - count * 8
 
 
-def _best(
-    tokens: np.ndarray, sizes: np.ndarray, free: np.ndarray, refused: set[tuple[int, int]]
-) -> tuple[tuple[int, int], int, list[int]] | None:
-    """The repeated run of parts that saves most: a key, its length, and where it begins; None if none saves enough."""
-    best, most = None, _LEAST_SAVED_NODES - 1
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    taken = np.concatenate([[0], np.cumsum(~free)])
-    hashes = np.zeros(len(tokens), dtype=np.uint64)
-    factor = np.uint64(1_099_511_628_211)
-    mixed = (tokens.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) * factor
-    for length in range(1, min(_MOST_PARTS, len(tokens)) + 1):
-        count = len(tokens) - length + 1
-        hashes = hashes[:count] * factor + mixed[length - 1 :]
-        at = np.flatnonzero(taken[length:] == taken[:count])
-        found, inverse, times = np.unique(hashes[at], return_inverse=True, return_counts=True)
-        repeated = np.flatnonzero(times > 1)
-        if not len(repeated):
-            break
-        for which in repeated:
-            places = at[inverse == which]
-            size = int(ends[places[0] + length] - ends[places[0]])
-            key = (length, int(found[which]))
-            if key in refused or _saved(len(places), size) <= most:
-                continue
-            starts, end = [], -1
-            for place in places.tolist():
-                if place >= end:
-                    starts.append(place)
-                    end = place + length
-            if (saved := _saved(len(starts), size)) > most:
-                best, most = (key, length, starts), saved
-    return best
+def _repeated_runs(parts: Sequence[_Part]) -> Iterator[tuple[int, list[int]]]:
+    """Length and places of every run of parts that occurs twice or more, up to 48 parts: a layer has 10 to 30."""
+    groups = [list(range(len(parts)))]
+    for length in range(1, 49):
+        longer: dict[tuple[int, str], list[int]] = {}
+        for number, places in enumerate(groups):
+            for at in places:
+                if at + length <= len(parts) and (token := parts[at + length - 1].token) is not None:
+                    longer.setdefault((number, token), []).append(at)
+        groups = [places for places in longer.values() if len(places) > 1]
+        yield from ((length, places) for places in groups)

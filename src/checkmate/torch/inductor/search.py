@@ -11,23 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import msgspec
 
 from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
+from checkmate.core.validate import validate
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.inductor.canonical import in_graph_order
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 from checkmate.torch.steps.program import Share
 
@@ -35,60 +36,40 @@ _log = logging.getLogger("checkmate.torch")
 
 _T = TypeVar("_T")
 
-_LEAST_GAIN = 0.25
-"""Least number of bytes by which a step is assumed to shrink for each byte less that is predicted."""
-
-_AS_PREDICTED = 0.99
-"""A step that takes this share of what was predicted leaves no room that another search would use."""
-
-_GAP = 0.01
-"""Gap at which a search may stop: the cost of fused code is not known to less, and a minute of search is a compilation."""
-
-_MOST_PREDICTIONS = 6
-"""Plans that are made to choose one for which code is generated."""
-
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledPlan:
     """A plan of the contracted graph that was compiled."""
 
-    order: tuple[int, ...]  # ops of the contracted graph, in the order of their computations
-    memory: StepMemory  # its memory, measured or counted in its code
+    order: tuple[int, ...]  # ops of the contracted graph
+    memory: StepMemory  # measured, or counted in its code
 
 
 class CalibratedSearch:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
-    One round is `plan` (called by the compiler), `record` and `next_candidate`. Then `best` is measured, and `correct` replaces
-    what was counted. Where several ranks plan together, rank 0 chooses for all of them, from the largest memory of any rank;
-    each of these methods is then a message to all ranks, so that every rank has to call them in the same order.
+    The compiler calls `plan`, and `choose` has it compile again. Where several ranks plan together, rank 0 chooses for all of
+    them, from the largest memory of any rank; every rank then makes the same calls in the same order. The fingerprint is a hash
+    of everything except the graph that decides on the measured memory of a compiled plan.
     """
 
+    chains: ContractChains  # the graph with its chains contracted, once `plan` has seen it
+
     def __init__(self, compilation: Compilation, compiler_fingerprint: str) -> None:
-        self.budget_bytes = self.limit_bytes = 0
+        self.trials: list[Trial[CompiledPlan]] = []  # in the order in which they were compiled
+        self.budget_bytes = self.limit_bytes = 0  # the limit is above the resident bytes; both are 0 without a budget
         self._compilation = compilation
         self._options = compilation.options.planning
         self._ranks = compilation.ranks
+        self._leads = self._ranks is None or self._ranks.rank == 0
         self._fingerprint = compiler_fingerprint
-        self._original_digest = ""
+        self._digest = ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._share: Share | None = None  # whose order is compiled
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
-        self._chains: ContractChains | None = None
-        self._least_bytes = 0  # a smaller budget was answered with this peak; see the module on monotone bounds
-        self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
-
-    @property
-    def chains(self) -> ContractChains:
-        """The graph with its chains contracted, once `plan` has seen it."""
-        assert self._chains is not None
-        return self._chains
-
-    @property
-    def trials(self) -> list[Trial[Compiled]]:
-        """Plans that were compiled, in order."""
-        return self._calibration.trials
+        # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
+        self._least_bytes = self._most_bytes = 0
 
     @property
     def measures(self) -> bool:
@@ -96,16 +77,23 @@ class CalibratedSearch:
         return self._options.budget is not None
 
     def plan(self, graph: Graph, trailing: frozenset[int] = frozenset()) -> tuple[Graph, Result]:
-        """The plan for the present compilation."""
+        """The captured graph, with the figures that the ranks agreed on, and the plan to compile now.
+
+        Some of its ops reduce trailing dimensions. A step must trace to the same graph at every compilation.
+        """
         graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
-        if not self._leads:
-            self._follow(graph, result, trailing)
+        if not self._leads:  # the order of the trial is that which rank 0 chose
+            if not self._digest:
+                self._contract(graph, trailing)
+            given = self._options.plan is not None
+            self._order = self._keeps_everything() if given else self.chains.apply_order(result.plan.order)
         return graph, result
 
     def _current_plan(self, graph: Graph, trailing: frozenset[int]) -> Result:
-        if self._chains is None:
-            self._begin(graph, trailing)
-        if graph.digest != self._original_digest:
+        if not self._digest:
+            self._contract(graph, trailing)
+            self._begin(graph)
+        if graph.digest != self._digest:
             raise GraphError(
                 "the step traces to another graph at each compilation",
                 hint="make the traced program deterministic: no Python control flow that depends on data or on random numbers",
@@ -114,13 +102,82 @@ class CalibratedSearch:
             return GivenPlan(self._options.plan)(graph)
         return result_of_order(graph, self.chains.invert(self._order))
 
-    def measured_before(self) -> StepMemory | None:
+    def _contract(self, graph: Graph, trailing: frozenset[int]) -> None:
+        self._digest = graph.digest
+        self.chains = contract_fusible_chains(graph, trailing)
+        contracted, budget = self.chains.contracted, self._options.budget
+        if budget is not None:
+            self.budget_bytes = budget.resolve(contracted)
+            self.limit_bytes = self._most_bytes = self.budget_bytes - contracted.resident_bytes
+
+    def _begin(self, graph: Graph) -> None:
+        """Choose the plan that is compiled first."""
+        contracted = self.chains.contracted
+        self._store = PlanStore(f"{msgspec.structs.replace(contracted, resident_bytes=0).digest} {self._fingerprint}")
+        if self._options.budget is None or self._options.plan is not None:
+            self._fixed, self._order = True, self._keeps_everything()
+            return
+        # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is a compilation.
+        self._replanner = Replanner(contracted, self._options, gap=0.01)
+        self._policy = Proportional(least_cost=contracted.cost)
+        share = self._compilation.share(graph)
+        if share is not None:
+            self.limit_bytes = share.limit.peak_bytes
+        self._least_bytes, self._most_bytes = self._store.monotone_bounds(self.limit_bytes)
+        if share is not None and share.order is not None:
+            self._fixed, self._share, self._order = True, share, self.chains.apply_order(share.order)
+        else:
+            order = self._remembered() or self._next_order()
+            assert order is not None
+            self._order = order
+
+    def _keeps_everything(self) -> tuple[int, ...]:
+        return keep_everything(self.chains.contracted).plan.order
+
+    def _remembered(self) -> tuple[int, ...] | None:
+        """The cheapest plan that an earlier run measured within the bounds."""
+        graph = self.chains.contracted
+        known: list[tuple[int, tuple[int, ...]]] = []
+        for plan in self._store.all():
+            if self._least_bytes <= plan.memory.peak_bytes <= self._most_bytes:
+                try:
+                    known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
+                except (CheckmateError, IndexError):
+                    _log.warning("a plan in the store of measured plans is not valid for its graph and is not used")
+        return min(known, default=(0, None))[1]
+
+    def choose(
+        self,
+        counted: StepMemory | None,
+        compile_again: Callable[[], StepMemory | None],
+        measure: Callable[[int], StepMemory],
+    ) -> int | None:
+        """Index of the cheapest compilation whose measured memory keeps the budget; None if none does.
+
+        A compilation that was just made may have counted its memory in its code. Others are made where another plan is worth it,
+        and any can be measured by its index.
+        """
+        while True:
+            # Inductor generates no code for what it has in its cache: then an earlier run has measured it. Several ranks measure
+            # always: one that has the code in its cache, and measures alone, would wait in its collectives for the others.
+            counted = None if self._ranks is not None else counted
+            self._record(counted or self._measured_before() or measure(len(self.trials)), measured=counted is None)
+            if not self._from_rank0("whether to compile again", self._another):
+                while (chosen := self._from_rank0("which compilation runs", self._best)) is not None:
+                    if self.trials[chosen].measured:
+                        return chosen
+                    self._correct(chosen, measure(chosen))
+                if not self._from_rank0("whether to compile again", self._another):
+                    return None
+            counted = compile_again()
+
+    def _measured_before(self) -> StepMemory | None:
         """Memory of the plan that was compiled last as an earlier run measured it; None if it is not known on every rank."""
         if self._ranks is not None or self._fixed:
             return None
         return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
 
-    def record(self, memory: StepMemory, *, measured: bool) -> None:
+    def _record(self, memory: StepMemory, *, measured: bool) -> None:
         """Record the memory of the plan that was compiled last: the largest of any rank."""
         memory, measured = self._largest(memory, measured)
         graph = self.chains.contracted
@@ -132,59 +189,47 @@ class CalibratedSearch:
             needed_bytes=memory.peak_bytes,
             cost=timeline.cost,
             measured=measured,
-            outcome=Compiled(self._order, memory),
+            outcome=CompiledPlan(self._order, memory),
         )
-        self._calibration.record(trial)
+        self.trials.append(trial)
         how = "measured" if measured else "counted in its code"
         _log.info("compiled: planned %s, %s %s", format_bytes(planned), how, format_bytes(memory.peak_bytes))
         self._remember(trial)
 
-    def correct(self, index: int, memory: StepMemory) -> None:
+    def _correct(self, index: int, memory: StepMemory) -> None:
         """Replace the memory that was counted for a plan by the measured one, the largest of any rank."""
         memory, _ = self._largest(memory, measured=True)
         trial = self.trials[index]
         _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))
-        outcome = Compiled(trial.outcome.order, memory)
+        outcome = CompiledPlan(trial.outcome.order, memory)
         trial = self.trials[index] = replace(trial, needed_bytes=memory.peak_bytes, measured=True, outcome=outcome)
         self._remember(trial)
 
-    def _remember(self, trial: Trial[Compiled]) -> None:
+    def _remember(self, trial: Trial[CompiledPlan]) -> None:
         if trial.measured and self._options.plan is None and self._leads:
             self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory))
 
-    def next_candidate(self) -> bool:
+    def _another(self) -> bool:
         """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
-        return self._from_rank0("whether to compile again", self._next_candidate)
-
-    def best(self) -> int | None:
-        """Index of the cheapest trial whose measured peak keeps the budget, or None; its peak is stored as the answer."""
-        return self._from_rank0("which compilation runs", self._best)
-
-    def _next_candidate(self) -> bool:
-        if self._fixed:
-            return False
-        order = self._next_order()
+        order = None if self._fixed else self._next_order()
         if order is None or any(order == t.outcome.order for t in self.trials):
             return False
         self._order = order
         return True
 
     def _best(self) -> int | None:
-        fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
+        """Index of the cheapest trial whose peak keeps the budget; a measured one is stored as the answer."""
         if self._share is not None:  # it has to leave room for the rest of its step
             return 0 if self.trials[0].outcome.memory.within(self._share.limit) else None
+        fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
         if self._fixed:
             return 0 if fitting else None
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
-        monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
+        monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._most_bytes]
         found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
         if found is not None and self.trials[found].measured:
             self._store.record_answer(self.limit_bytes, peaks[found])
         return found
-
-    @property
-    def _leads(self) -> bool:
-        return self._ranks is None or self._ranks.rank == 0
 
     def _from_rank0(self, topic: str, answer: Callable[[], _T]) -> _T:
         """The answer of rank 0, on every rank."""
@@ -205,73 +250,25 @@ class CalibratedSearch:
         largest, known = msgspec.msgpack.decode(body)
         return StepMemory(**largest), known
 
-    def _follow(self, graph: Graph, result: Result, trailing: frozenset[int]) -> None:
-        """Take the order that rank 0 chose as that of the next trial."""
-        chains = self._chains or self._contract(graph, trailing)
-        if self._options.plan is None:
-            self._order = chains.apply_order(result.plan.order)
-        else:
-            self._order = keep_everything(chains.contracted).plan.order
-
-    def _contract(self, graph: Graph, trailing: frozenset[int]) -> ContractChains:
-        chains = self._chains = contract_fusible_chains(graph, trailing)
-        contracted, budget = chains.contracted, self._options.budget
-        self.budget_bytes = 0 if budget is None else budget.resolve(contracted)
-        self.limit_bytes = self.budget_bytes - contracted.resident_bytes if self.budget_bytes else 0
-        self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
-        return chains
-
-    def _begin(self, graph: Graph, trailing: frozenset[int]) -> None:
-        self._original_digest = graph.digest
-        contracted = self._contract(graph, trailing).contracted
-        alone = msgspec.structs.replace(contracted, resident_bytes=0)
-        self._store = PlanStore(f"{alone.digest} {self._fingerprint}")
-        if self._options.budget is None or self._options.plan is not None:
-            self._fixed, self._order = True, keep_everything(contracted).plan.order
-            return
-        self._replanner = Replanner(contracted, self._options, gap=_GAP)
-        share = self._compilation.share(graph)
-        if share is not None:
-            self.limit_bytes = share.limit.peak_bytes
-        self._least_bytes, most_bytes = self._store.monotone_bounds(self.limit_bytes)
-        self._calibration = Calibration(most_bytes, Proportional(least_cost=contracted.cost))
-        if share is not None and share.order is not None:
-            self._fixed, self._share = True, share
-            order = self.chains.apply_order(share.order)
-        else:
-            order = self._remembered() or self._next_order()
-        assert order is not None
-        self._order = order
-
-    def _remembered(self) -> tuple[int, ...] | None:
-        """The cheapest plan that an earlier run measured within the bounds."""
-        graph = self.chains.contracted
-        known: list[tuple[int, tuple[int, ...]]] = []
-        for plan in self._store.all():
-            if self._least_bytes <= plan.memory.peak_bytes <= self._calibration.limit_bytes:
-                try:
-                    known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
-                except (CheckmateError, IndexError):
-                    _log.warning("a plan in the store of measured plans is not valid for its graph and is not used")
-        return min(known, default=(0, None))[1]
-
     def _next_order(self) -> tuple[int, ...] | None:
         """The order of the next plan to compile; None if no other is worth a compilation."""
-        limit = self._calibration.limit_bytes
-        if self._calibration.next_target() is None or self._as_predicted():
+        limit, policy = self._most_bytes, self._policy
+        if policy.next_target(self.trials, limit) is None:
             return None
+        if self.trials and self.trials[-1].within(limit):
+            last = self.trials[-1].outcome
+            if last.memory.peak_bytes >= policy.aim * self._predicted(last.order):
+                return None  # it is what was predicted, so that another search would choose the same plan
         found = self._predicted_to_fit(limit)
-        if found is None:
+        if found is None or found.cost > policy.worthwhile_cost(self.trials, limit):
             return None
         self._target_bytes = found.target_bytes
-        policy = Proportional(least_cost=self.chains.contracted.cost)
-        return None if found.cost > policy.worthwhile_cost(self.trials, limit) else found.outcome
+        return found.outcome
 
     def _predicted_to_fit(self, limit_bytes: int) -> Trial[tuple[int, ...]] | None:
         """The cheapest plan whose code is predicted to keep the limit, or the one that comes closest; None if none is found."""
         graph = self.chains.contracted
-        policy = Proportional(least_cost=graph.cost, most_trials=_MOST_PREDICTIONS)
-        predictions: Calibration[tuple[int, ...]] = Calibration(limit_bytes, policy)
+        predictions: Calibration[tuple[int, ...]] = Calibration(limit_bytes, replace(self._policy, most_trials=6))
         while (target := predictions.next_target()) is not None:
             try:
                 found = self._replanner(graph.resident_bytes + target)
@@ -298,13 +295,6 @@ class CalibratedSearch:
                 break
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
 
-    def _as_predicted(self) -> bool:
-        """Whether the last trial fits and is what was predicted, so that another search would choose the same plan."""
-        if not self.trials or not self.trials[-1].within(self._calibration.limit_bytes):
-            return False
-        last = self.trials[-1].outcome
-        return last.memory.peak_bytes >= _AS_PREDICTED * self._predicted(last.order)
-
     def _corrected(self, predicted_bytes: int) -> int:
         """A predicted peak, corrected by what the trials so far were found to need.
 
@@ -317,7 +307,81 @@ class CalibratedSearch:
         (at, needed), gain = known[-1], 1.0
         if len(known) > 1 and known[-2][0] != at:
             gain = (needed - known[-2][1]) / (at - known[-2][0])
-        return max(0, needed + round(max(_LEAST_GAIN, min(1.0, gain)) * (predicted_bytes - at)))
+        return max(0, needed + round(max(self._policy.least_gain, min(1.0, gain)) * (predicted_bytes - at)))
 
     def _predicted(self, order: tuple[int, ...]) -> int:
         return predicted_peak(self.chains, order)
+
+
+def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
+    """The computations of a plan in the order of the graph wherever that keeps a limit.
+
+    A search for plans orders the ops of equal layers differently where that makes no difference to it. To Inductor it makes one:
+    layers that are equal op for op are compiled once (see `repeats`).
+
+    Every op is computed first where the graph has it, and again just before it is read. Where that takes more than the limit,
+    the computations around keep the order that they have.
+
+    Examples:
+        >>> from checkmate.core.graph import Op, Value
+        >>> ops = (Op("a", (), (0,), 1), Op("b", (0,), (1,), 1), Op("c", (0,), (2,), 1), Op("d", (1, 2), (3,), 1))
+        >>> graph = Graph(ops, (Value("a", 4), Value("b", 4), Value("c", 4), Value("d", 4, kept=True)))
+        >>> in_graph_order(graph, (0, 2, 1, 3), 12)
+        (0, 1, 2, 3)
+    """
+    order = tuple(order)
+    places = _on_demand(graph, order)  # of the computations in the given order
+    if len(places) < len(order):
+        return order
+    over: set[int] = set()
+    reach = 4  # computations before and after one that takes too much that keep their old order, at first
+    while reach < 2 * len(order):
+        near = {q for p in over for q in range(p - reach, p + reach + 1)}
+        mixed: list[int] = []
+        for kept, run in groupby(range(len(order)), near.__contains__):
+            chosen = [places[q] for q in run]
+            mixed += sorted(chosen) if kept else chosen
+        found = tuple(order[p] for p in mixed)
+        plan = Plan.from_order(graph, found)
+        if found == order or validate(graph, plan):
+            return order
+        held = _bytes_by_computation(plan, simulate(graph, plan).bytes.tolist())
+        still = {p for p, size in enumerate(held) if size > limit_bytes}
+        if not still:
+            return found
+        over |= still
+        reach *= 2
+    return order
+
+
+def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Places in an order: first computations in the order of the graph, and every other one before its first reader."""
+    newest: dict[int, int] = {}
+    first: dict[int, int] = {}
+    sources: list[list[int]] = []
+    for p, o in enumerate(order):
+        made_by = {graph.producer[v] for v in graph.ops[o].inputs}
+        sources.append(sorted((newest[m] for m in made_by if m in newest), key=lambda s: (order[s], s)))
+        newest[o] = p
+        first.setdefault(o, p)
+    found: dict[int, None] = {}
+    for o in sorted(first):
+        stack = [first[o]]
+        while stack:
+            missing = [s for s in sources[stack[-1]] if s not in found]
+            if missing:
+                stack += reversed(missing)
+            else:
+                found[stack.pop()] = None
+    return list(found)
+
+
+def _bytes_by_computation(plan: Plan, by_step: Sequence[int]) -> list[int]:
+    """The most bytes from each computation to the next."""
+    found: list[int] = []
+    for step, held in zip(plan.steps, by_step, strict=True):
+        if isinstance(step, Compute):
+            found.append(held)
+        elif found:
+            found[-1] = max(found[-1], held)
+    return found

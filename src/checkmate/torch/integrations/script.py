@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -23,16 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.units import Amount, format_at_least, format_bytes
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import innermost_transform
 from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import COORDINATOR
 
 _log = logging.getLogger("checkmate.torch")
-
-
-_CHEAP, _EXPENSIVE = 1.05, 1.2
-"""Overhead up to which less memory is worth a try, and overhead from which more memory is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +94,10 @@ class TrainingReport:
         assert largest.keep_all_bytes is not None
         if largest.peak_bytes >= largest.keep_all_bytes:
             return f"try a larger batch, or a budget below {format_bytes(largest.keep_all_bytes)}: nothing is computed twice"
-        if largest.overhead >= _EXPENSIVE:
+        if largest.overhead >= 1.2:  # more memory is worth a try
             more = format_at_least((largest.peak_bytes + largest.keep_all_bytes) // 2)
             return f"try --budget {more} for less overhead; keeping everything takes {format_bytes(largest.keep_all_bytes)}"
-        if largest.overhead <= _CHEAP:
+        if largest.overhead <= 1.05:  # less memory is worth a try
             return "try a larger batch or a smaller budget: what is computed twice costs little"
         return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
 
@@ -160,8 +156,8 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
     hook = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: training.stepped(optimizer))
     _ACTIVE.append(report)
     try:
-        made = patch.object(torch.optim.Optimizer, "__init__", training.init_of_optimizers())
-        with made, patch.object(torch, "compile", training.compiles()):
+        made = replaced(torch.optim.Optimizer, "__init__", training.init_of_optimizers())
+        with made, replaced(torch, "compile", training.compiles()):
             yield report
     finally:
         _ACTIVE.remove(report)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from checkmate.core.budget import Budget
 from checkmate.core.errors import PlanNotFoundError
 from checkmate.core.result import Result
-from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
+from checkmate.torch._compat.dispatch import top_mode
 from checkmate.torch._compat.dynamo import untraced
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
@@ -132,7 +132,6 @@ class Coordinator:
                 function in self._seen
                 or self._watch is not None
                 or (self._pending and not self._may_be_over())
-                or not WATCHES_COMPILED_CODE
                 or top_mode() is not None
             ):
                 return

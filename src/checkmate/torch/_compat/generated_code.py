@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+import ast
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as lines
@@ -16,79 +16,52 @@ from torch._inductor.graph import GraphLowering, SubgraphLowering
 from torch._inductor.utils import get_dtype_size
 from torch.fx import Node
 
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.symbolic import largest_value
 
 
-def calls_are_known() -> bool:
-    """Whether this version of PyTorch writes calls of subgraphs in the way that is counted here."""
-    call = getattr(lines.PythonWrapperCodegen, "codegen_subgraph_call", None)
-    expected = ["self", "subgraph", "outer_inputs", "outer_buffer_name"]
-    known = call is not None and list(inspect.signature(call).parameters) == expected
-    return known and hasattr(lines.PythonWrapperCodegen, "codegen_invoke_subgraph")
-
-
-@dataclass(frozen=True, slots=True)
-class Allocate:
+class Allocate(NamedTuple):
     """A name is bound to new storages."""
 
     name: str
-    sizes_bytes: tuple[int, ...]  # size of each: one of a tensor, several of a tuple of tensors
+    sizes_bytes: tuple[int, ...]  # one of a tensor, several of a tuple of tensors
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A name is bound to what another name is bound to."""
+class Alias(NamedTuple):
+    """A name is bound to the storage of another name, or to those of several."""
 
     name: str
-    of: str
+    of: tuple[str, ...]
     position: int | None = None  # which tensor of a tuple; None for all
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """A name is deleted."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """An op of another library runs, and may allocate inside."""
 
     node: Node | None  # the node of the graph that it computes, where it is one
 
 
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Names are put into the list of a call's arguments, which keeps their storages alive until the callee frees them."""
-
-    call: str
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A subgraph runs, and a name is bound to the tuple of its results."""
-
-    name: str  # the name, which is that of the call
-    module: GeneratedModule
-
-
-Event = Allocate | Alias | Free | Run | Give | Call
+Event = Allocate | Alias | Free | Run
 """The effect of a line of a generated module on memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedModule:
-    """A module that Inductor has generated, before its kernels are built."""
+    """A module that Inductor has generated, before its kernels are built; what its subgraphs do is among its events."""
 
-    is_backward: bool  # whether it is a backward
-    events: tuple[Event, ...]  # what it does to memory, in order
+    is_backward: bool
+    events: tuple[Event, ...]
     inputs: Mapping[str, int]  # bytes of each of its inputs, by name, in their order
     outputs: tuple[str | None, ...]  # what its outputs are bound to; None for one that is no tensor of the module
-    output_nodes: tuple[str | None, ...]  # names of the nodes that its outputs are
-    uncounted: tuple[str, ...]  # lines that may allocate and are not understood
+    output_nodes: tuple[str | None, ...]  # AOTAutograd names the inputs of a backward as the nodes that the forward saves
+    counted: bool  # whether every line that may allocate is understood
 
 
 @contextmanager
@@ -108,80 +81,74 @@ def watch_generated_modules(seen: Callable[[GeneratedModule], None]) -> Iterator
                 seen(module)
         return text
 
-    with patch.object(GraphLowering, "codegen", codegen), _calls_marked():
-        yield
-
-
-@dataclass
-class _GiveLine(lines.WrapperLine):
-    """A mark before the arguments of a call are freed by their own names."""
-
-    call: str
-    arguments: tuple[str, ...]
-
-    def codegen(self, code: Any) -> None:
-        """Write nothing."""
-
-
-@dataclass
-class _CallLine(lines.WrapperLine):
-    """A mark where a subgraph is called."""
-
-    call: str
-    subgraph: str
-
-    def codegen(self, code: Any) -> None:
-        """Write nothing."""
-
-
-@contextmanager
-def _calls_marked() -> Iterator[None]:
-    """Mark calls of subgraphs in the lines of a module: Inductor writes them as text."""
-    wrapper = lines.PythonWrapperCodegen
-    if not calls_are_known():
-        yield
-        return
-    invoke, call = wrapper.codegen_invoke_subgraph, wrapper.codegen_subgraph_call
-
-    def codegen_invoke_subgraph(self: Any, node: Any) -> None:
-        def codegen_subgraph_call(self_: Any, subgraph: Any, *args: Any) -> None:
-            self_.writeline(_GiveLine(node.get_name(), tuple(_bound_to(buffer) or "" for buffer in node.inputs)))
-            call(self_, subgraph, *args)
-            self_.writeline(_CallLine(node.get_name(), subgraph.graph.name))
-
-        with patch.object(wrapper, "codegen_subgraph_call", codegen_subgraph_call):
-            invoke(self, node)
-
-    with patch.object(wrapper, "codegen_invoke_subgraph", codegen_invoke_subgraph):
+    with replaced(GraphLowering, "codegen", codegen):
         yield
 
 
 def _generated(graph: GraphLowering, subgraphs: Mapping[str, GeneratedModule]) -> GeneratedModule:
-    events: list[Event] = []
-    uncounted: list[str] = []
     kept = set(graph.get_output_names())
     parts: dict[str, list[Any]] = {}  # the tensors of each tuple that a kernel returns, also those that nothing reads
     for buffer in graph.buffers:
         if isinstance(buffer, ir.MultiOutput):
             for source in buffer.inputs:
                 parts.setdefault(source.get_name(), []).append(buffer)
-    for line in graph.wrapper_code.lines:
-        found = _events(graph, line, kept, parts, subgraphs)
-        if found is None:
-            uncounted.append(type(line).__name__)
-        else:
-            events += found
-    for called in {event.module for event in events if isinstance(event, Call)}:
-        uncounted += called.uncounted
+    calls = _Calls(subgraphs)
+    events = [
+        calls.events(line) if isinstance(line, str) else _events(graph, line, kept, parts) for line in graph.wrapper_code.lines
+    ]
     nodes = graph.orig_gm.graph.output_node().args[0]
     return GeneratedModule(
         is_backward=graph.is_backward,
-        events=tuple(events),
+        events=tuple(event for found in events if found for event in found),
         inputs={name: buffer_bytes(graph, node) for name, node in graph.graph_inputs.items()},
         outputs=tuple(_bound_to(o) for o in graph.graph_outputs),
         output_nodes=tuple(n.name if isinstance(n, Node) else None for n in nodes),  # type: ignore[union-attr]
-        uncounted=tuple(uncounted),
+        counted=None not in events and all(module.counted for module in subgraphs.values()),
     )
+
+
+class _Calls:
+    """The calls of subgraphs, which Inductor writes as text: a list of arguments, lines that free their names, and the call."""
+
+    def __init__(self, subgraphs: Mapping[str, GeneratedModule]) -> None:
+        self._subgraphs = subgraphs
+        self._scopes: list[str] = []  # what the names inside of each call begin with
+
+    def events(self, line: str) -> list[Event]:
+        """The effect of a line of text. The list of arguments keeps their storages alive until the subgraph frees its inputs."""
+        given = re.fullmatch(r"(\w+)_args = (\[.*\])", line)
+        if given and given[1] in self._subgraphs:
+            self._scopes.append(f"{given[1]} call {len(self._scopes)}: ")
+            arguments = ast.parse(given[2], mode="eval").body.elts  # type: ignore[attr-defined]
+            inputs = self._subgraphs[given[1]].inputs
+            return [Alias(self._scopes[-1] + i, (_name_in(a),)) for i, a in zip(inputs, arguments, strict=True)]
+        called = re.fullmatch(r"(\w+) = (\w+)\(\2_args\)", line)
+        if called and called[2] in self._subgraphs:
+            return _inside(self._subgraphs[called[2]], self._scopes[-1], called[1])
+        return []
+
+
+def _inside(module: GeneratedModule, scope: str, result: str) -> list[Event]:
+    """The events of a called subgraph, with names that begin with a scope, and the binding of its results."""
+    events: list[Event] = []
+    for event in module.events:
+        match event:
+            case Alias():
+                events.append(Alias(scope + event.name, tuple(scope + name for name in event.of), event.position))
+            case Run():
+                events.append(event)
+            case _:
+                events.append(event._replace(name=scope + event.name))
+    events.append(Alias(result, tuple(scope + (name or "") for name in module.outputs)))
+    names = [scope + name for name in module.inputs] + [e.name for e in events[:-1] if isinstance(e, (Allocate, Alias))]
+    return [*events, *map(Free, dict.fromkeys(names))]
+
+
+def _name_in(argument: ast.expr) -> str:
+    """The name of the buffer that an argument is, or views."""
+    while isinstance(argument, ast.Call) and argument.args:
+        argument = argument.args[0]
+    return argument.id if isinstance(argument, ast.Name) else ""
 
 
 _WITHOUT_MEMORY = frozenset(
@@ -199,32 +166,21 @@ _WITHOUT_MEMORY = frozenset(
         "NullLine",
         "SymbolicCallArgLine",
         "UnbackedSymbolDefsLine",
-        "str",
     }
 )
 """Lines that allocate and free nothing, by name: not every version of PyTorch has all of them."""
 
 
-def _events(
-    graph: GraphLowering,
-    line: Any,
-    kept: set[str],
-    parts: Mapping[str, Sequence[Any]],
-    subgraphs: Mapping[str, GeneratedModule],
-) -> list[Event] | None:
-    """The effect of a line on memory; None if that is not known."""
+def _events(graph: GraphLowering, line: Any, kept: set[str], parts: Mapping[str, Sequence[Any]]) -> list[Event] | None:
+    """The effect of a line on memory; None if that is not known. Outputs of the module are kept, and tuples have parts."""
     match line:
-        case _GiveLine():
-            return [Give(line.call, line.arguments)]
-        case _CallLine():
-            return [Call(line.call, subgraphs[line.subgraph])]
         case lines.AllocateLine():
             return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
         case lines.ReuseLine():
             old, new = line.node.get_name(), line.reused_as.get_name()
-            return [Alias(new, old), *([Free(old)] if line.delete_old and old not in kept else [])]
+            return [Alias(new, (old,)), *([Free(old)] if line.delete_old and old not in kept else [])]
         case lines.ReinterpretLine():
-            return [Alias(line.reused_as.get_name(), line.node.get_name())]
+            return [Alias(line.reused_as.get_name(), (line.node.get_name(),))]
         case lines.FreeIfNotReusedLine():
             return [] if line.is_reused else [Free(line.node.get_name())]
         case lines.FreeLine():
@@ -235,7 +191,8 @@ def _events(
             return [Run(line.node.get_origin_node())]
         case lines.MultiOutputLine():
             names = [part.get_name() for part in parts.get(line.arg_name, ())]
-            return [Alias(line.result_name, line.arg_name, names.index(line.result_name) if line.result_name in names else None)]
+            at = names.index(line.result_name) if line.result_name in names else None
+            return [Alias(line.result_name, (line.arg_name,), at)]
         case _:
             return [] if type(line).__name__ in _WITHOUT_MEMORY else None
 
@@ -246,7 +203,7 @@ def _results(graph: GraphLowering, node: Any, parts: Sequence[Any]) -> list[Allo
     if isinstance(node.layout, ir.MultiOutputLayout):
         return [Allocate(name, tuple(_storage_bytes(graph, p) for p in parts), _device(parts[0]) if parts else "cpu")]
     if sources := node.get_inputs_that_alias_output():
-        return [Alias(name, sources[0])]
+        return [Alias(name, (sources[0],))]
     if isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
         return []
     return [Allocate(name, (_storage_bytes(graph, node),), _device(node))]
@@ -262,8 +219,7 @@ def _storage_bytes(graph: GraphLowering, node: Any) -> int:
         # Inductor names some expressions by symbols of their own.
         largest = largest_value(extent.xreplace(sizes.inv_precomputed_replacements), sizes.shape_env)
         extent = extent if largest is None else largest
-    hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "size_hint")  # noqa: B009
-    return int(hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
+    return int(sizes.optimization_hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
 
 
 def buffer_bytes(graph: GraphLowering, node: Any) -> int:

@@ -1,7 +1,8 @@
 """C++ kernels of Inductor, compiled many to a file.
 
 Inductor compiles each C++ kernel of a module by itself, when the module is loaded. Nearly all of that time is the same for any
-kernel: starting the compiler and reading headers. 130 kernels of a GPT-2 take 118 s one by one, and 16 s in one file. Inductor
+kernel: starting the compiler and reading headers. 130 kernels of a GPT-2 take 118 s one by one, and 16 s in one file. A first
+step of a ResNet-18 took 69 CPU seconds for 52, although most of a first step is no compilation of C++. Inductor
 has no option for it, so that the two functions that a generated module calls are replaced while it is generated and loaded:
 ``AsyncCompile.cpp_pybinding`` for each kernel, and ``AsyncCompile.wait`` after the last.
 """
@@ -15,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -23,13 +23,7 @@ from torch._inductor.cpp_builder import is_gcc
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import clear_on_fresh_cache
 
-__all__ = ["PendingKernels"]
-
-_LEAST_PER_FILE = 8
-"""Least kernels in a file: its fixed time is that of about ten kernels, so that fewer are not worth another file."""
-
-_MOST_PER_FILE = 48
-"""Most kernels in a file: more would let the cores of a larger machine wait for one compiler."""
+from checkmate.torch._compat import replaced
 
 _INLINING = ("--param=large-unit-insns=1000000", "--param=large-function-insns=1000000", "--param=max-inline-insns-auto=1000")
 """GCC inlines less where a file is large or a function has many callers: kernels of a U-Net took up to twice as long."""
@@ -39,10 +33,7 @@ _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 
 @clear_on_fresh_cache
 class _CodeCache(CppPythonBindingsCodeCache):
-    """Compiles a file without precompiled headers: with them, GCC inlines none of the functions that a header defines.
-
-    Reading the headers takes 3 s for each file; precompiling them takes 5 s, once for each set of flags.
-    """
+    """Compiles a file without precompiled headers: with them, GCC inlines none of the functions that a header defines."""
 
     cache: ClassVar[dict[str, Callable[[], Any]]] = {}
     cache_clear = staticmethod(cache.clear)
@@ -71,27 +62,26 @@ class PendingKernels:
         def cpp_pybinding(self_: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
             if threading.get_ident() != thread:
                 return build_one(self_, argtypes, source_code)
-            kernel = _Kernel(tuple(argtypes), source_code, self)
-            self._kernels.append(kernel)
-            return kernel
+            self._kernels.append(_Kernel(tuple(argtypes), source_code, self))
+            return self._kernels[-1]
 
         def waited(self_: AsyncCompile, scope: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
                 self._scopes.append(scope)
             wait(self_, scope)
 
-        with patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), patch.object(AsyncCompile, "wait", waited):
+        with replaced(AsyncCompile, "cpp_pybinding", cpp_pybinding), replaced(AsyncCompile, "wait", waited):
             yield
 
     def build(self) -> None:
         """Build the kernels, and put them where the modules look for them."""
         with self._lock:
-            waiting = [k for k in self._kernels if k.run is None]
-            per_file = max(_LEAST_PER_FILE, min(_MOST_PER_FILE, -(-len(waiting) // get_compile_threads())))
+            waiting, threads = [k for k in self._kernels if k.run is None], get_compile_threads()
+            # The fixed time of a file is that of about ten kernels, so that fewer are not worth another file.
+            per_file = max(8, -(-len(waiting) // threads))
             files = [waiting[at : at + per_file] for at in range(0, len(waiting), per_file)]
-            if files:
-                pick_vec_isa()  # it probes the processor once, but once for each thread that asks at the same time
-            with ThreadPoolExecutor(max(1, min(len(files), get_compile_threads()))) as pool:
+            pick_vec_isa()  # it probes the processor once, but once for each thread that asks at the same time
+            with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(_build_file, files))  # compilers run in other processes, so that threads suffice
             for scope in self._scopes:
                 scope.update({name: value.run for name, value in scope.items() if isinstance(value, _Kernel) and value.run})
@@ -117,8 +107,7 @@ class _Kernel:
 
 def _build_file(kernels: Sequence[_Kernel]) -> None:
     distinct = list(dict.fromkeys((k.argtypes, k.source) for k in kernels))
-    flags = _INLINING if is_gcc() else ()
-    module = _CodeCache.load_async(_source(distinct), extra_flags=flags)()
+    module = _CodeCache.load_async(_source(distinct), extra_flags=_INLINING if is_gcc() else ())()
     functions = {kernel: getattr(module, f"kernel_{i}") for i, kernel in enumerate(distinct)}
     for kernel in kernels:
         kernel.run = functions[kernel.argtypes, kernel.source]

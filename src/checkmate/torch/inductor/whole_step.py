@@ -1,16 +1,17 @@
-"""A parameter's update as the ATen ops that its optimizer's own code traces to.
+"""Whole steps under Inductor: forward, backward and updates in one graph, in the order of a plan.
 
-``checkmate::update`` is one op, which Inductor could neither compile nor fuse with the op that computes the gradient. Here it is
-replaced, in a graph that already has the order of its plan: the optimizer's ``step`` is traced for one parameter, as
-`torch.compile` traces it, with state and learning rate as tensors. Parameter and state are overwritten where the update was.
+``checkmate::update`` is one op, which Inductor could neither compile nor fuse with the op that computes the gradient. It is
+replaced in a graph that already has the order of its plan: the optimizer's ``step`` is traced for one parameter, as
+`torch.compile` traces it, with state and learning rate as inputs. Parameter and state are overwritten where the update was.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,31 +19,132 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from checkmate.core.errors import OptionError
+from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_key
-from checkmate.torch.inductor.whole.step_state import ParameterState, StepState, signature
+from checkmate.torch.joint.capture import with_workspace
+from checkmate.torch.partition.split import Task, plan_whole_step
+
+WHOLE_STEP_CONFIG: dict[str, Any] = {
+    "reorder_for_locality": False,  # only done to graphs without a backward of their own; it would undo the order of the plan
+}
+"""Decisions of Inductor on whole steps that are left to the plan."""
+
+
+class WholeStep:
+    """A compiled whole step, with the optimizer's state and learning rates as inputs after those of the traced graph."""
+
+    def __init__(self) -> None:
+        self.run: BoxedRun = _not_compiled
+        self._groups: Sequence[_Group] = ()
+        self._parameters: Sequence[_ParameterState] = ()
+        self._known: list[list[torch.Tensor]] = []  # the states at the last step, which need not be checked again
+        self._trial: list[Any] | None = None
+
+    def plan(self, module: fx.GraphModule, task: Task) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+        """The module that runs a plan, with all updates as ATen ops, and fake tensors for the inputs that it has in addition."""
+        # Inductor computes each update in one loop, without temporary tensors.
+        costs = with_workspace(task.costs, UPDATE, lambda update: 0)
+        planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
+        _refuse_shared_storages(planned.graph)
+        writer = _Writer(planned.graph)
+        for node in planned.graph.find_nodes(op="call_function", target=UPDATE):
+            writer.replace(node)
+        planned.graph.lint()
+        planned.recompile()
+        self._groups, self._parameters = writer.groups, writer.parameters
+        self._known = [[] for _ in writer.parameters]
+        return planned, writer.fakes
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run the step."""
+        args += self._state() if self._trial is None else self._trial
+        return self.run(args)
+
+    def _state(self) -> list[torch.Tensor]:
+        rates = [group.learning_rate() for group in self._groups]
+        self._known = [each.tensors(known) for each, known in zip(self._parameters, self._known, strict=True)]
+        return [*rates, *(t for known in self._known for t in known)]
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Run on a state of zeros inside, so that the optimizer's stays as it is."""
+        rates = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
+        self._trial = [*rates, *(t for each in self._parameters for t in each.zeros())]
+        try:
+            yield
+        finally:
+            self._trial = None
+
+
+def _not_compiled(args: list[Any]) -> Any:
+    raise AssertionError("the step is not compiled")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Group:
+    """A group of parameters of an optimizer, with its options when the step was compiled."""
+
+    key: int  # of its `Updates`
+    index: int
+    options: dict[str, Any]
+    rate: torch.Tensor | None = None  # a real one, made at the first step
+
+    def learning_rate(self) -> torch.Tensor:
+        """The learning rate now; the other options are constants of the compiled step."""
+        now = updates_of(self.key).constant_options(self.index)
+        if now != self.options:
+            name = next(n for n in self.options if now.get(n) != self.options[n])
+            raise OptionError(
+                f"{name}={self.options[name]!r} of the optimizer is a constant of the compiled step; it is now {now.get(name)!r}",
+                hint="compile the step again after the change, or with compiler='eager'; the learning rate can change freely",
+            )
+        if self.rate is None:
+            self.rate = torch.zeros((), dtype=torch.float64)
+        return self.rate.fill_(float(updates_of(self.key).optimizer.param_groups[self.index]["lr"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ParameterState:
+    """The state of one parameter."""
+
+    key: int  # of its `Updates`
+    which: int
+    like: dict[str, tuple[Any, ...]]  # name of each tensor to shape, strides, type and device
+
+    def tensors(self, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The state as it is now, created if there is none yet; one that is the same as a known one is not checked again."""
+        state = updates_of(self.key).state(self.which)
+        tensors = [state.get(name) for name in self.like]
+        if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
+            return list(known)
+        for tensor, (name, like) in zip(tensors, self.like.items(), strict=True):
+            if tensor is None or _signature(tensor) != like:
+                found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                raise OptionError(
+                    f"the optimizer's state {name!r} is {found}; the step was compiled for {list(like[0])} {like[2]} on "
+                    f"{like[3]}",
+                    hint="compile the step again after loading a state of another type or layout, or on another device",
+                )
+        return tensors  # type: ignore[return-value]
+
+    def zeros(self) -> list[torch.Tensor]:
+        """New tensors like the state."""
+        return [torch.empty_strided(s, d, dtype=t, device=v).zero_() for s, d, t, v in self.like.values()]
+
+
+def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides, type and device of a tensor."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _REALIZE = "inductor_realize_to_strides"
 _TRACED_AS = {"foreach": False, "fused": False, "capturable": True}
 """Options of a group while its update is traced: one parameter at a time, and nothing read back to Python."""
-
-
-def expand_updates(module: fx.GraphModule) -> tuple[fx.GraphModule, StepState, list[torch.Tensor]]:
-    """Replace every update of a whole step by ATen ops."""
-    graph = module.graph
-    _refuse_shared_storages(graph)
-    mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
-    assert mode is not None
-    writer = _Writer(graph, mode)
-    for node in graph.find_nodes(op="call_function", target=UPDATE):
-        writer.replace(node)
-    graph.lint()
-    module.recompile()
-    return module, StepState(tuple(writer.learning_rates), tuple(writer.parameters)), writer.fakes
 
 
 def _refuse_shared_storages(graph: fx.Graph) -> None:
@@ -61,23 +163,24 @@ def _refuse_shared_storages(graph: fx.Graph) -> None:
 class _Writer:
     """Writes the ops of updates into a graph."""
 
-    def __init__(self, graph: fx.Graph, mode: AbstractContextManager[Any]) -> None:
-        self.learning_rates: list[tuple[int, int]] = []
-        self.parameters: list[ParameterState] = []
-        self.fakes: list[torch.Tensor] = []
+    def __init__(self, graph: fx.Graph) -> None:
+        self.groups: list[_Group] = []
+        self.parameters: list[_ParameterState] = []
+        self.fakes: list[torch.Tensor] = []  # like the additional inputs: learning rates, and then states
+        mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
+        assert mode is not None
         self._graph, self._mode = graph, mode
         self._traced: dict[Any, fx.Graph] = {}
         self._rates: dict[tuple[int, int], fx.Node] = {}
         self._last_input = graph.find_nodes(op="placeholder")[-1]
-        # Learning rates come first among the inputs: one for each group.
         for node in graph.find_nodes(op="call_function", target=UPDATE):
             key, which = cast("tuple[int, int]", node.args[2:])
-            at = key, updates_of(key).group_index(which)
-            if at not in self._rates:
+            group = updates_of(key).group_index(which)
+            if (key, group) not in self._rates:
                 with mode:
                     fake = torch.empty((), dtype=torch.float64)
-                self._rates[at] = self._input(f"learning_rate_{len(self._rates)}", fake)
-                self.learning_rates.append(at)
+                self._rates[key, group] = self._input(f"learning_rate_{len(self._rates)}", fake)
+                self.groups.append(_Group(key, group, updates_of(key).constant_options(group)))
 
     def replace(self, update: fx.Node) -> None:
         """Write the ops of an update in its place."""
@@ -90,9 +193,9 @@ class _Writer:
             with self._mode:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             states.append(self._input(f"{name}_{len(self.parameters)}", fake))
-        self.parameters.append(ParameterState.of(key, which, like))
+        self.parameters.append(_ParameterState(key, which, {name: _signature(t) for name, t in like.items()}))
         inputs = [parameter, gradient, self._rates[key, group_index], *states]
-        known = (key, group_index, tuple(like), *(signature(n.meta["val"]) for n in inputs))
+        known = (key, group_index, tuple(like), *(_signature(n.meta["val"]) for n in inputs))
         if known not in self._traced:
             self._traced[known] = self._trace(updates, which, tuple(like), [n.meta["val"] for n in inputs])
         with self._graph.inserting_before(update):

@@ -1,1 +1,0 @@
-"""Private names of Inductor for the code that it generates."""

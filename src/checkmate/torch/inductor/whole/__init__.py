@@ -1,1 +1,0 @@
-"""Whole steps under Inductor: forward, backward and updates as one compiled graph."""
