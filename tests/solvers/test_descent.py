@@ -9,7 +9,7 @@ import pytest
 
 from checkmate import Graph, Op, Plan, Problem, Value, min_budget, simulate, validate
 from checkmate.core.plan import Compute
-from checkmate.solvers.evict.descent import Descent, DescentParameters
+from checkmate.solvers.evict.descent import Descent
 from checkmate.solvers.evict.search import Ruin, Search
 from checkmate.solvers.evict.starts import movable_to_end
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -208,10 +208,8 @@ def test_kept_values_moved_to_the_end_take_nothing_else_along():
     assert not Descent(Problem(graph, ANY, reorder=False), [own], graph.resident_bytes, 0)._movable
 
 
-@pytest.mark.parametrize("distance", [0.3, 3.0])
-def test_what_is_computed_again_moves_with_what_is_computed_for_it_alone(monkeypatch: pytest.MonkeyPatch, distance: float):
+def test_what_is_computed_again_moves_with_what_is_computed_for_it_alone():
     """A chain that leads to one value, from its second computations on, and never before a first one."""
-    monkeypatch.setattr("checkmate.solvers.evict.descent.PARAMETERS", DescentParameters(distances=(distance,)))
     chain = Graph.from_dag(cost=[1] * 7, size_bytes=[4] * 7, edges=[(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (2, 6), (5, 6)])
     plan = [0, 1, 2, 3, 4, 5, 0, 1, 2, 6]
     descent = Descent(Problem(chain, ANY), [plan], 0, 0)

@@ -16,22 +16,6 @@ if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MilpParameters:
-    """Parameters of `Milp`.
-
-    Attributes:
-        bound_s: Seconds for the any-order bound by single events before the engine starts; it closes many moderate budgets.
-        least_gap: Smallest absolute gap given to an engine, whose own tolerances are ten times as large.
-    """
-
-    bound_s: float = 5.0
-    least_gap: float = 1e-7
-
-
-PARAMETERS = MilpParameters()
-
-
 @dataclass(frozen=True, slots=True)
 class Milp:
     """Frontier-advancing stages as a mixed-integer program: exact in its class.
@@ -77,7 +61,8 @@ class Milp:
         solved = solve_integer(
             program,
             time_s=session.left_s(),
-            absolute_gap=max(PARAMETERS.least_gap, gap),
+            # The tolerances of engines are ten times the least gap.
+            absolute_gap=max(1e-7, gap),
             threads=session.limits.threads,
             start=None if quick is None else stages.solution(quick),
             on_solution=take,
@@ -102,6 +87,6 @@ class Milp:
             if any_order and share >= 0:
                 session.prove(fold.original.cost + share * max(1, folded.graph.cost))
 
-        until = session.elapsed_s() + PARAMETERS.bound_s
+        until = session.elapsed_s() + 5.0  # that closes many moderate budgets
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, NoReturn, overload
+from typing import Literal, NoReturn, overload
 
 import msgspec
 
@@ -17,28 +17,8 @@ from checkmate.core.units import format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import Floor, floor
-from checkmate.solvers.evict.smallest import PARAMETERS as SMALLEST
 from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.session import OnProgress, Session, Solver
-
-_PROOF_TOLERANCE: Final = 2e-6
-"""Gap that counts as none. Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened
-by two (`EventCutParameters.budget_slack`): a smaller gap is not told from none."""
-
-_FEWEST_BYTES: Final = 1024
-"""Budgets below this many bytes are taken for a number whose unit was left out."""
-
-_NEAR: Final = 1.1
-"""A peak of at most so many times the floor, resident bytes left out of both, is near it."""
-
-_REFUSAL_SHARE: Final = 0.5
-"""Share of the time that is left for a search of the smallest peak, where the floor refuses the budget."""
-
-_REFUSAL_S: Final = 3.0
-"""Most seconds of that search: a user who asked for too little wants to know soon."""
-
-_REFUSAL_OPS: Final = 30_000
-"""On more ops than that it has more seconds, in proportion: on 100,000 it takes four to begin."""
 
 
 @overload
@@ -172,7 +152,9 @@ def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, ter
     # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
     if session.bound > cost:
         raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of the plan that it found")
-    proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE
+    # Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened by two: a smaller gap is
+    # not told from none.
+    proven = cost - session.bound < 1 or session.gap <= 2e-6
     reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
     limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
     return Result(
@@ -249,16 +231,18 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
 
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
-    graph, left = problem.graph, min(session.left_s(), SMALLEST.time_s)
+    graph, left = problem.graph, min(session.left_s(), 20.0)
     near = 0
     if problem.budget_bytes < lowest.peak_bytes:
-        near = graph.resident_bytes + int(_NEAR * (lowest.peak_bytes - graph.resident_bytes))
-        left = min(_REFUSAL_SHARE * left, _REFUSAL_S * max(1.0, len(graph.ops) / _REFUSAL_OPS))
+        # A user who asked for too little wants to know soon, and a peak 10 % above the floor is near it. On over 30,000 ops the
+        # search has more seconds, in proportion: on 100,000 it takes four to begin.
+        near = graph.resident_bytes + int(1.1 * (lowest.peak_bytes - graph.resident_bytes))
+        left = min(0.5 * left, 3.0 * max(1.0, len(graph.ops) / 30_000))
     seed, before = session.limits.seed, session.smallest
-    if left > SMALLEST.quick_s:
+    if left > 1.0:
         found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=near)
     else:
-        found = before or quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
+        found = before or quick_peak(problem, Limits(time_s=1.0, seed=seed))
     if before is not None and before.peak_bytes < found.peak_bytes:
         found = before
     if problem.host is None:
@@ -276,7 +260,7 @@ def unit_question(budget: Budget, budget_bytes: int, needed_bytes: int = 0) -> s
         budget_bytes: The budget in bytes.
         needed_bytes: A budget that a plan keeps: the unit that is asked about makes at least so much of the number.
     """
-    if budget_bytes >= _FEWEST_BYTES or not budget.has_no_unit:
+    if budget_bytes >= 1024 or not budget.has_no_unit:
         return ""
     written = budget_bytes or 50
     unit = "MiB" if written * 2**20 >= needed_bytes else "GiB"

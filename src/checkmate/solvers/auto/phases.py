@@ -1,115 +1,218 @@
-"""Phases of the default solver, the share of the time that each may take, and its other parameters."""
+"""The phases of the default solver after the first plans; each ends when the run is done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+import math
+from functools import cache, partial
+
+from checkmate.solvers.auto.run import Run
+from checkmate.solvers.bounds.events.chains import Chain, EventChains
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.bounds.row import row_bound
+from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.states.exploration import Exploration
+from checkmate.solvers.states.packed_problem import pack
+from checkmate.solvers.tunables import TUNABLES, suggested_decodes
 
 
-class Phase(StrEnum):
-    """Parts of a run, in the order in which they begin first. Each that begins is logged at level DEBUG with its seconds."""
-
-    FIRST_PLANS = "greedy plans"
-    TIGHT_BUDGET = "plans for a tight budget"
-    FIRST_EVENTS = "bounds of events of the first plans"
-    PROVEN_SEARCH = "search within the gap"
-    FIRST_SEARCH = "first search"
-    SINGLE_EVENTS = "bounds of single events"
-    FIRST_STATES = "search over states"
-    CHAINS = "bounds of chains of events"
-    SEQUENCES = "plans annealed as sequences"
-    ANY_ORDER = "event cuts for any order"
-    OWN_ORDER = "event cuts for the order of the search"
-    ROUND_SEARCH = "search after event cuts"
-    ANY_ORDER_AGAIN = "event cuts for any order, again"
-    STATES = "search over states, continued"
-
-
-PHASES: Mapping[Phase, float] = {
-    # From each start (`evict.starts.starts`). The first plan is offered at once; the other attempts may fail slowly.
-    Phase.FIRST_PLANS: 0.05,
-    # Only if there is no plan. Twice: for plans that recompute forward ops alone, and for the smallest peak.
-    Phase.TIGHT_BUDGET: 0.3,
-    # A few linear programs: often the first plan is within the gap already, and the proof takes a tenth of a second.
-    Phase.FIRST_EVENTS: 0.02,
-    # From each start, if the first plans are proven within the gap, but not by far: most of what a search gains it gains at once.
-    Phase.PROVEN_SEARCH: 0.0125,
-    # From each start that has a plan, so that the events are taken from good plans.
-    Phase.FIRST_SEARCH: 0.05,
-    # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
-    Phase.SINGLE_EVENTS: 0.2,
-    # A* on a graph that is small enough: it finds plans that no search finds, such as those of 31 fused ops at a tight budget.
-    Phase.FIRST_STATES: 0.05,
-    # Cuts between the events that prove most, and linear programs of those that bind together.
-    Phase.CHAINS: 0.25,
-    # Orders and recomputations together: on random layered graphs it gains 2 to 9 %, on training steps 0.4 % at most.
-    Phase.SEQUENCES: 0.3,
-    # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
-    Phase.ANY_ORDER: 0.8,
-    # Their programs are easier, and their solutions make the best starts for the search.
-    Phase.OWN_ORDER: 0.25,
-    # Local search; after it, for the same share, search in other orders.
-    Phase.ROUND_SEARCH: 0.25,
-    # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
-    Phase.ANY_ORDER_AGAIN: 0.6,
-    # After one round, because it is all or nothing.
-    Phase.STATES: 0.8,
-}
-"""Share of the time left, and of a minute at most (`AutoParameters.horizon_s`), that a phase may take when it begins.
-
-Most phases end earlier, by the work that they are given. Chosen on the graphs of ``benchmarks/solvers.py``. The final search
-takes what they leave.
-"""
+def search_from_starts(run: Run) -> None:
+    """Ruin and recreate from every start, each with the best plan known, not only the one that it found."""
+    session = run.session
+    # Most of what a search gains it gains at once, and within the gap that is enough.
+    share = TUNABLES.search_share * (0.25 if session.gap <= session.limits.gap else 1.0)
+    proven = session.done
+    for search in run.searches:
+        if run.out_of_time():
+            break
+        until_s = run.until("search", share)
+        if session.plan is not None:
+            with session.within(until_s):
+                if search.start_from_order(run.fold.apply_order(session.plan.order)):
+                    run.offer(search.order())
+        if math.isfinite(search.best_cost) and (proven or not session.done):
+            run.improve(search, suggested_decodes(len(run.graph.ops)) // 10, until_s)
+    run.searches.sort(key=lambda search: search.best_cost)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoParameters:
-    """Parameters of `Auto` beside `PHASES`.
+def single_events(run: Run) -> int | None:
+    """Bound by single rows and single events; returns the event that proves most, and None if the run is done."""
+    run.session.prove(run.fold.original.cost + row_bound(run.folded))
+    return None if run.session.done else _best_single(run, run.any_order, run.searches)
 
-    Attributes:
-        patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.
-        order_decodes: Sequences to try in each order of `rounds.search_orders`: many orders for a moment each, since an order
-            that comes near the best does so early.
-        rooms: Shares of the budget that a plan may fill at no penalty when it is put in another order, one drawn for each.
-            Less than all leaves the search something to spend on cheaper plans.
-        few_ops: Graphs on which the final search also tries new orders. On larger ones a search from a new order seldom
-            comes near the best.
-        first_divisor: The first search takes one part in so many of `suggested_decodes`.
-        round_divisor: The same for the search in each round and in the final search.
-        least_round_decodes: Sequences in a round's search on the largest graphs.
-        temperature: Start of the temperature of a search, as a share of the cost: that of less than one op in a thousand.
-        final_temperature: The same in the final search on large graphs, where the best plan has been searched around already.
-        gap_divisor: Integer programs stop at one part in so many of the session's gap: bounds add up with what the search leaves.
-        least_gap: Smallest gap of an integer program, as a share: near the engine's tolerance of 1e-6 nothing is gained.
-        first_events: Events to bound before the first search: where keeping everything holds most.
-        clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
-        plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
-        first_share: Share of the time left in which the greedy plans of one start have to be made.
-        max_states: Most states to store in A*, of about 100 bytes each: 400 MB.
-        many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
-        horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
-            where the limit is an hour, or there is none.
+
+def chains(run: Run, event: int) -> Chain:
+    """Bound by chains of events; returns the one for integer programs, that of an event if none proves more."""
+    if not (run.folded.reorder and run.few):
+        return Chain([event])
+    until_s = run.until("bounds of chains of events", TUNABLES.chains_share)
+    left_s = run.seconds_to(until_s)
+    with run.session.within(until_s):
+        found = EventChains(run.any_order, run.session.time_up, lambda: left_s() <= 0)
+        bound, events = found.longest(lambda: left_s() <= 0)
+    prove = partial(run.prove, run.searches[0], any_order=True)
+    prove(bound)
+    sharpest = found.sharpen(events, prove, run.best_share, left_s, run.known_share)
+    return sharpest if sharpest.first else Chain([event])
+
+
+def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
+    """Rounds of events in any order, those of a search's own order, and search; then again from the better events.
+
+    A round takes one search, the next round the next, and replaces it by the search in another order that ended cheapest.
     """
+    if not run.few:
+        return
+    session, searches = run.session, run.searches
+    searches[0] = _search_orders(run, searches[0], run.until("plans annealed as sequences", TUNABLES.sequences_share))
+    quick = cache(partial(_quick_bound, run, searches[0]))
+    first = events = chain.first
+    share = TUNABLES.any_order_share
+    ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
+    least_s = 0.0  # what a program takes that proves more
+    for k in range(rounds):
+        before, place = (session.cost, session.bound), k % len(searches)
+        search = searches[place]
+        # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
+        if not session.done and run.folded.reorder and tuple(events) not in ended and run.seconds_of(share) >= least_s:
+            floating = quick(tuple(events))[1]
+            program = chain._replace(first=events), run.any_order, share
+            events, next_s = _refine(run, search, *program, floating=floating, known=run.known_share())
+            ended.add(tuple(events))
+            least_s = max(least_s, next_s)
+        if session.done:
+            return
+        model = CutModel(run.folded, tuple(search.targets))
+        event = _best_single(run, model, [search])
+        if event is not None and not session.done:
+            # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
+            # them still needs, and is no plan. A program of all events that would not end gives no start; one of few does.
+            own_share = TUNABLES.own_order_share
+            some = all(o in search.stage for o in first) and run.seconds_of(own_share) >= least_s
+            cuts, _ = _refine(run, search, Chain(first if some else [event]), model, own_share, floating=True)
+            # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
+            other = chain_of(run.any_order, [*cuts, *first])
+            if not session.done:
+                events = max(events, other, key=lambda chain: quick(tuple(chain))[0])
+            share = 0.75 * TUNABLES.any_order_share  # the search has had its part
+        if session.done:
+            return
+        decodes = max(200, suggested_decodes(len(run.graph.ops)) // 4)
+        run.improve(search, decodes, run.until("search after event cuts", TUNABLES.own_order_share))
+        searches[place] = _search_orders(run, search, run.until("search in other orders", TUNABLES.own_order_share))
+        if (session.cost, session.bound) == before and k >= len(searches):
+            session.remark(f"no gain in round {k + 1} of refinement")
+            return
 
-    patience: int = 6
-    order_decodes: int = 750
-    rooms: tuple[float, ...] = (0.85, 0.9, 0.95, 0.97, 1.0)
-    few_ops: int = 500
-    first_divisor: int = 10
-    round_divisor: int = 4
-    least_round_decodes: int = 200
-    temperature: float = 6e-4
-    final_temperature: float = 3e-3
-    gap_divisor: float = 10.0
-    least_gap: float = 1e-5
-    first_events: int = 4
-    clear_gap: float = 0.2
-    plans_for_events: int = 2
-    first_share: float = 0.4
-    max_states: int = 1 << 22
-    many_ops: int = 30_000
-    horizon_s: float = 60.0
+
+def final_search(run: Run) -> None:
+    """Search on from the best plan, and on a small graph from new orders, until nothing is gained or time is up."""
+    work = suggested_decodes(len(run.graph.ops))
+    best = run.best_search()
+    without_gain = 0
+    while math.isfinite(best.best_cost) and without_gain < TUNABLES.patience and not run.session.done:
+        others = [_search_orders(run, best)]
+        if len(run.graph.ops) <= 500 and run.folded.reorder:  # on larger graphs a search from a new order seldom comes near
+            others.append(_search_orders(run, _from_new_order(run)))
+        else:
+            run.improve(best, work // 4, math.inf, temperature=5 * TUNABLES.temperature)
+        other = min(*others, best, key=_cost)
+        without_gain = 0 if other.best_cost < best.best_cost else without_gain + 1
+        best = other
+    best = min(*run.searches, best, key=_cost)
+    if best.order_bound > 0 and run.folded.reorder:
+        least = 1 + best.order_bound
+        run.session.remark(
+            f"given-order bound: no plan with its first computations, each of them read, has an overhead below {least:.5f}"
+        )
 
 
-PARAMETERS = AutoParameters()
+def explore(run: Run, exploration: Exploration | None = None) -> Exploration | None:
+    """A* on the states of a small graph: for a moment, and if it is given again for most of the time left. None if it has ended.
+
+    It finds plans that no search finds, such as those of 31 fused ops at a tight budget.
+    """
+    share = 0.8
+    if exploration is None:
+        packed, share = pack(run.folded), 0.05
+        if isinstance(packed, str):
+            return None
+        exploration = Exploration(run.fold, packed, run.session, max_states=1 << 22)
+    until_s = run.until("search over states", share)
+    exploration.run(lambda: run.session.elapsed_s() > until_s)
+    return exploration if exploration.ended is None else None
+
+
+def _best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
+    """Bound by single events where the plans hold most; returns the event that proves most."""
+    # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
+    plans = [search.order() for search in searches if run.few and math.isfinite(search.best_cost)]
+    events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[:2]])
+    until_s = run.until("bounds of single events", TUNABLES.single_events_share)
+    return run.single_cuts(model, events, searches[0], lambda: run.session.done or run.session.elapsed_s() > until_s)
+
+
+def _quick_bound(run: Run, search: Search, events: tuple[int, ...]) -> tuple[float, bool]:
+    """As `bounds.events.refine.quick_bound`, for any order; the bound is kept."""
+    bound, floating = quick_bound(run.any_order, events, run.session.left_s)
+    run.prove(search, bound, True)
+    return bound, floating
+
+
+def _refine(
+    run: Run, search: Search, chain: Chain, model: CutModel, share: float, *, floating: bool, known: float = -math.inf
+) -> tuple[list[int], float]:
+    """The events that a refinement comes to in a share of the time left, and the seconds that one event more would take."""
+    limits = run.session.limits
+    work = "event cuts for any order" if model is run.any_order else "event cuts for one order"
+    left_s = run.seconds_to(run.until(work, share))
+    # Integer programs stop at a part of the session's gap: bounds add up with what the search leaves. Near the engine's
+    # tolerance of 1e-6 nothing is gained.
+    gap = max(1e-5, limits.gap / 10)
+    refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=limits.threads)
+    events = refinement.run(
+        chain.first, run.enough_share, left_s, floating=floating, peaks=chain.peaks, prices=chain.prices, known=known
+    )
+    return events, refinement.next_s
+
+
+def _search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search:
+    """Alternate annealing of the plan's sequence and local search until several sequences in a row bring no gain.
+
+    Returns the search with the cheapest plan; the newest among equals, as equal plans in other orders lead on. Not on a graph of
+    over 3,000 ops: an annealing of a second has too few moves for it.
+    """
+    session, ops = run.session, len(run.graph.ops)
+    without_gain = 0 if run.folded.reorder and math.isfinite(search.best_cost) and ops <= 3000 else TUNABLES.patience
+    while without_gain < TUNABLES.patience and not (session.done or session.elapsed_s() > until_s):
+        before = search.best_cost
+        seed = run.random.randrange(1 << 32)
+        with session.within(until_s):
+            found = anneal_sequence(run.folded, search.order(), seed, session.time_up)
+            orders = [found.last, *([found.best] if found.best and found.best != found.last else [])]
+            other = min((search.in_order_of(order, seed) for order in orders), key=_cost)
+        if other.best_cost < before:
+            run.offer(other.order())
+        # Many orders for a moment each: an order that comes near the best does so early.
+        run.improve(other, min(750, suggested_decodes(ops)), until_s)
+        without_gain = 0 if other.best_cost < before else without_gain + 1
+        # Also at equal cost: the new order is lower, and the next search starts from it.
+        if other.best_cost <= before:
+            search = other
+    return search
+
+
+def _from_new_order(run: Run) -> Search:
+    """A search in the graph's own order after one more annealing of it, with greedy plans."""
+    seed = run.random.randrange(1 << 32)
+    # Room for less than the budget leaves the search something to spend on cheaper plans.
+    room = run.random.choice((0.85, 0.9, 0.95, 0.97, 1.0)) * (run.folded.budget_bytes - run.graph.resident_bytes)
+    order = anneal_order(run.folded, range(len(run.graph.ops)), room, seed, run.session.time_up)
+    search = Search(run.folded, frozenset(), seed, order, run.session.time_up)
+    search.first(out_of_time=run.out_of_time)
+    return search
+
+
+def _cost(search: Search) -> float:
+    return search.best_cost

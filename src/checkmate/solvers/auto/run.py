@@ -1,45 +1,29 @@
-"""Shared by all phases of the default solver: the folded problem, the session with its clock, and the bound's model."""
+"""Shared by all phases of the default solver: the folded problem, the session with its clock, the searches and their proofs."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from random import Random
-from typing import Final
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.auto import phases
-from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import single_cuts
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from checkmate.solvers.tunables import TUNABLES
 
 _log = logging.getLogger("checkmate.solvers.auto")
 
-_TOLERANCE: Final = 1e-5
-"""Share of the cost by which a bound goes beyond what is needed: ten times an engine's tolerance."""
-
 
 class Run:
-    """One run of `Auto` on a folded problem.
+    """One run of `Auto` on a problem whose views are folded.
 
-    Bounds and gaps are handled as *shares*: extra cost over that of computing each op of the folded graph once. So numbers are
-    near 1, as engines want them, and do not depend on the cost unit.
-
-    Args:
-        problem: The problem.
-        session: Takes plans and bounds.
-
-    Attributes:
-        fold: How its views were folded.
-        folded: The problem with its views folded.
-        graph: The graph of that.
-        once: Cost of computing each of its ops once, 1 at least.
-        random: For choices between phases.
+    Bounds and gaps are handled as *shares*: extra cost over `once`, that of computing each op of the folded graph once. So
+    numbers are near 1, as engines want them, and do not depend on the cost unit.
     """
 
     def __init__(self, problem: Problem, session: Session) -> None:
@@ -48,22 +32,25 @@ class Run:
         self.folded = self.fold.apply(problem)
         self.graph = self.folded.graph
         self.once = max(1, self.graph.cost)
+        self.few = len(self.graph.ops) <= TUNABLES.many_ops
         self.random = Random(session.limits.seed)
+        self.searches: list[Search] = []
 
     @cached_property
     def any_order(self) -> CutModel:
         """The cuts' model for any order; made after the first plan, since it takes a second on 100,000 ops."""
         return CutModel(self.folded)
 
+    def best_search(self) -> Search:
+        """The search with the cheapest plan."""
+        return min(self.searches, key=lambda search: search.best_cost)
+
     def offer(self, order: list[int]) -> bool:
         """Give the session a plan of the folded graph, as an order of computations; returns whether it is the best so far."""
         return self.session.offer(self.fold.invert(order))
 
     def prove(self, search: Search, share: float, any_order: bool) -> None:
-        """Take a bound, as extra cost over computing each op of the folded graph once.
-
-        One that holds for the order of a search only is kept with it, to be shown by name.
-        """
+        """Take a bound; one that holds for the order of a search only is kept with it, to be shown by name."""
         if any_order or not self.folded.reorder:
             self.session.prove(self.fold.original.cost + self.once * max(0.0, share))
         elif share < math.inf:
@@ -71,16 +58,15 @@ class Run:
 
     def best_share(self) -> float:
         """Cost of the best plan beyond computing every op once, as a share; infinite without a plan."""
-        if self.session.cost is None:
-            return math.inf
-        return (self.session.cost - self.fold.original.cost) / self.once
+        return math.inf if self.session.cost is None else (self.session.cost - self.fold.original.cost) / self.once
 
     def enough_share(self) -> float:
         """The bound from which on the gap is met, or that of the best plan if the gap is 0."""
         if self.session.cost is None:
             return math.inf
         enough = self.session.cost * (1 - self.session.limits.gap)
-        return min(self.best_share(), (enough - self.fold.original.cost) / self.once + _TOLERANCE)
+        # Beyond what is needed by ten times an engine's tolerance.
+        return min(self.best_share(), (enough - self.fold.original.cost) / self.once + 1e-5)
 
     def known_share(self) -> float:
         """The best bound for any order, as a share."""
@@ -90,32 +76,27 @@ class Run:
         """Whether the session's time is up."""
         return self.session.left_s() <= 0
 
-    def begin(self, phase: Phase) -> Callable[[], bool]:
-        """Log a phase; what is returned says whether its time is used up."""
-        until = self.until(phase)
-        return lambda: self.session.elapsed_s() > until
-
-    def until(self, phase: Phase) -> float:
-        """Log a phase; returns when it has to end, on the session's clock."""
-        now, seconds = self.session.elapsed_s(), self.seconds_of(phase)
-        _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, phase, seconds, self.session.cost,
-                   self.session.bound)  # fmt: skip
+    def until(self, work: str, share: float) -> float:
+        """Log the beginning of a work; returns when it has to end, on the session's clock."""
+        now, seconds = self.session.elapsed_s(), self.seconds_of(share)
+        cost, bound = self.session.cost, self.session.bound
+        _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, work, seconds, cost, bound)
         return now + seconds
 
-    def seconds_of(self, phase: Phase) -> float:
-        """How long a phase may take if it begins now."""
-        return phases.PHASES[phase] * min(phases.PARAMETERS.horizon_s, self.session.left_s())
+    def seconds_of(self, share: float) -> float:
+        """How long a share of the time left is."""
+        return share * min(TUNABLES.horizon_s, self.session.left_s())
 
     def seconds_to(self, until_s: float) -> Callable[[], float]:
         """Says how many seconds are left up to a moment of the session's clock; none once the session is done."""
         return lambda: 0.0 if self.session.done else until_s - self.session.elapsed_s()
 
-    def single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
+    def single_cuts(self, model: CutModel, events: Sequence[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
         """As `bounds.events.refine.single_cuts`, with the session's limits."""
-        session = self.session
-        return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=session.time_up)
+        return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=self.session.time_up)
 
-    def improve(self, search: Search, decodes: int, temperature: float, until_s: float) -> bool:
-        """`Search.improve` up to a moment of the session's clock."""
+    def improve(self, search: Search, decodes: int, until_s: float, temperature: float = TUNABLES.temperature) -> bool:
+        """`Search.improve` up to a moment of the session's clock; whether it found the cheapest plan."""
         with self.session.within(until_s):
-            return search.improve(decodes, temperature, lambda: self.session.elapsed_s() > until_s)
+            cheaper = search.improve(decodes, temperature, lambda: self.session.elapsed_s() > until_s)
+        return cheaper and self.offer(search.order())

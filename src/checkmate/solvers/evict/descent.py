@@ -18,7 +18,6 @@ import itertools
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,63 +32,12 @@ from checkmate.solvers.flat_graph import flatten
 from checkmate.solvers.reductions.unread import without_unread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DescentParameters:
-    """Parameters of `Descent`. Tuples are drawn from, with equal chances.
-
-    Attributes:
-        first_aim: First distance of the level below the peak, as a share of the peak's distance from the floor. It is
-            halved where the level is not reached and doubled, to this at most, where it is.
-        last_aim: Aim below which the search begins again.
-        patience: Steps without less excess after which the aim is halved.
-        to_end: Share of the steps that move kept values to the end.
-        some: Share of these that move some of a row of values, and not all.
-        earlier: Share of the others that move a computation to an earlier place.
-        near: How many computations of ops that are computed again, from a place above the level on, it is drawn from.
-        distances: Largest distances of such a move, as shares of the plan.
-        uncleared: Share of what is left that clears nothing.
-        values: Most values to clear, as in `RuinParameters`.
-        windows: As `RuinParameters.window_share`.
-        keep_chances: As `RuinParameters.keep_chance`.
-        exponents: Duration exponents, as in `RepairSettings`.
-        noises: As `RepairSettings.noise`.
-        batches: As `RepairSettings.batch_fraction`.
-    """
-
-    first_aim: float = 0.5
-    last_aim: float = 0.2
-    patience: int = 30
-    to_end: float = 0.4
-    some: float = 0.3
-    earlier: float = 0.6
-    near: int = 30
-    distances: tuple[float, ...] = (0.02, 0.1, 0.3)
-    uncleared: float = 0.3
-    values: tuple[int, ...] = (1, 3, 12, 1_000_000)
-    windows: tuple[int, ...] = (100, 20, 5)
-    keep_chances: tuple[int, ...] = (2, 4)
-    exponents: tuple[float, ...] = (0.0, 0.0, 0.3, 0.6, 1.0, 1.5)
-    noises: tuple[float, ...] = (0.05, 0.2, 0.4)
-    batches: tuple[float, ...] = (0.0, 0.3, 1.0)
-
-
-PARAMETERS = DescentParameters()
-
-
 class Descent:
-    """Steps from a plan to plans of lower peaks.
+    """Steps from a plan to plans of lower peaks, on a problem whose views are folded and whose budget is ignored.
 
-    Args:
-        problem: A problem whose views are folded; its budget is ignored.
-        orders: Plans to begin from in turn, as ops in the order of their computations. One that holds everything may lead further
-            than one of a low peak, whose values are evicted as suits that peak.
-        floor_bytes: No plan has a lower peak.
-        seed: Seed of the steps.
-        time_up: Ends kernels when it is raised; by default nothing does.
-
-    Attributes:
-        order: Ops of the plan of the lowest peak so far.
-        peak_bytes: Its peak, resident bytes included.
+    Walks begin from each of some plans in turn, as ops in the order of their computations. One that holds everything may lead
+    further than one of a low peak, whose values are evicted as suits that peak. `order` and `peak_bytes`, resident bytes
+    included, are of the plan of the lowest peak so far.
     """
 
     def __init__(
@@ -103,27 +51,23 @@ class Descent:
         self.order, self.peak_bytes = self._begin()
 
     def step(self) -> bool:
-        """One step.
-
-        Returns:
-            Whether the peak is lower than before.
-        """
+        """One step; whether the peak is lower than before."""
         before, choice = self.peak_bytes, self._random.choice
         order, cleared = self._changed()
         seed = self._random.getrandbits(32)
         search = Search(self._problem, frozenset(), seed, order, self._time_up, given=self._given)
         search.set_budget(self._level)
-        settings = choice(PARAMETERS.exponents), choice(PARAMETERS.noises), choice(PARAMETERS.batches)
-        excess, found = search.relieve(search.code_of(order), *settings, cleared)
+        exponent, noise, batch = choice((0.0, 0.0, 0.3, 0.6, 1.0, 1.5)), choice((0.05, 0.2, 0.4)), choice((0.0, 0.3, 1.0))
+        excess, found = search.relieve(search.code_of(order), exponent, noise, batch, cleared)
         self._failed += 1
         # One of the same excess is taken as well: a walk on the plateau.
         if excess <= self._excess:
             self._current = without_unread(self._problem, found)
         if excess < self._excess:
             self._note()
-        elif self._failed > PARAMETERS.patience:
+        elif self._failed > 30:
             self._aim /= 2
-            if self._aim < PARAMETERS.last_aim:
+            if self._aim < 0.2:
                 self._begin()
             else:
                 self._lower()
@@ -131,7 +75,9 @@ class Descent:
 
     def _begin(self) -> tuple[list[int], int]:
         """Begin from the next of the plans to begin from; returns it and its peak."""
-        self._aim = PARAMETERS.first_aim
+        # Distance of the level below the peak, as a share of the peak's distance from the floor. It is halved where the level is
+        # not reached and doubled, to this at most, where it is.
+        self._aim = 0.5
         self._lowest, self._lowest_profile = next(self._first)
         self._lower()
         return self._lowest, self._lowest_bytes
@@ -157,20 +103,19 @@ class Descent:
         if peak < self.peak_bytes:
             self.order, self.peak_bytes = self._current, peak
         if not self._excess:
-            self._aim = min(PARAMETERS.first_aim, 2 * self._aim)
+            self._aim = min(0.5, 2 * self._aim)
             self._lower()
 
     def _changed(self) -> tuple[list[int], Ruin | None]:
         """An order of stages, and how much of its code to clear."""
-        p, draw, choice = PARAMETERS, self._random.random, self._random.choice
-        if self._movable and draw() < p.to_end:
+        draw, choice = self._random.random, self._random.choice
+        if self._movable and draw() < 0.4:
             return self._with_some_at_end(), None
-        if draw() < p.earlier:
+        if draw() < 0.6:
             return self._with_one_earlier(), None
-        if draw() < p.uncleared:
+        if draw() < 0.3:
             return self._current, None
-        most, window, keep = choice(p.values), choice(p.windows), choice(p.keep_chances)
-        return self._current, Ruin(most, 1 / window, 1 / keep)
+        return self._current, Ruin(choice((1, 3, 12, 1_000_000)), choice((0.01, 0.05, 0.2)), choice((0.5, 0.25)))
 
     def _with_some_at_end(self) -> list[int]:
         """The plan with some kept values that are neighbours in it made at the end only."""
@@ -179,7 +124,7 @@ class Descent:
         ops = sorted(last, key=lambda o: last[o])
         start, many = draw.randrange(len(ops)), draw.randint(1, max(1, len(ops) // 2))
         chosen = ops[start : start + many]
-        if draw.random() < PARAMETERS.some:
+        if draw.random() < 0.3:
             chosen = [o for o in chosen if draw.random() < 0.5] or chosen[:1]
         left = frozenset(chosen)
         # What is computed again for these alone has no stage any more.
@@ -195,12 +140,12 @@ class Descent:
         if not again or not len(above):
             return order
         low = bisect_left(again, int(draw.choice(above)))
-        last = draw.choice(again[low : low + PARAMETERS.near] or again)
+        last = draw.choice(again[low : low + 30] or again)
         moved = {last}
         for place in reversed(again[: bisect_left(again, last)]):
             if moved.issuperset(readers[place]):
                 moved.add(place)
-        distance = 1 + int(draw.random() * draw.choice(PARAMETERS.distances) * len(order))
+        distance = 1 + int(draw.random() * draw.choice((0.02, 0.1, 0.3)) * len(order))
         to = max(min(moved) - distance, 1 + max(first[order[place]] for place in moved))
         rest = [o for place, o in enumerate(order) if place >= to and place not in moved]
         return [*order[:to], *(order[place] for place in sorted(moved)), *rest]

@@ -130,18 +130,14 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
 
 
 @inner_kernel
-def _price(g, w, code, v, at, excess, exponent, most):
-    """Price of evicting a value at the peak, ``most`` being the score from which on it need not be known.
+def _price(g, w, code, x, made, at, excess, exponent, most):
+    """Price of evicting an instance that is live at the peak, ``most`` being the score from which on it need not be known.
 
     Returns whether anything is gained, the score (cost per byte of excess relieved, lower is better), the bytes freed at the
     peak, the last position before it that makes or reads the value, how many instances are evicted along (the first of
     ``w.listed``), and whether the score is only known to be at least that much.
     """
-    stage = w.positions[at].stage
-    x, made = _newest_before(g, w, v, at)
-    # Dead at the peak, or read there for the last time: nothing to gain.
-    if made < 0 or w.instances[x].last_read <= at:
-        return False, 0.0, 0.0, 0, 0, False
+    stage, v = w.positions[at].stage, w.instances[x].value
     first, stop = w.instances[x].uses, w.instances[x + 1].uses
     use = _first_from(w.uses, first, stop, at)
     touch = w.uses[use - 1] if use > first else made
@@ -182,20 +178,18 @@ def _evict(w, code, value, last_touch, peak_stage):
 @inner_kernel
 def _sink(heap, k, count):
     """Restore the order of the heap of candidates, by score and among equals by index, from place ``k`` down."""
+    value, score, noise = heap[k].value, heap[k].score, heap[k].noise
     while 2 * k + 1 < count:
         below = 2 * k + 1
-        for child in range(below, min(below + 2, count)):
-            if heap[child].score < heap[below].score or (
-                heap[child].score == heap[below].score and heap[child].value < heap[below].value
-            ):
-                below = child
-        if heap[below].score > heap[k].score or (heap[below].score == heap[k].score and heap[below].value > heap[k].value):
-            return
-        spare = len(heap) - 1  # of no candidate
-        heap[spare] = heap[k]
+        if below + 1 < count:
+            left, right = heap[below].score, heap[below + 1].score
+            if right < left or (right == left and heap[below + 1].value < heap[below].value):
+                below += 1
+        if heap[below].score > score or (heap[below].score == score and heap[below].value > value):
+            break
         heap[k] = heap[below]
-        heap[below] = heap[spare]
         k = below
+    heap[k].value, heap[k].score, heap[k].noise = value, score, noise
 
 
 @inner_kernel
@@ -237,8 +231,10 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
     enough = excess * (1.0 - settings.batch_fraction)
     count = 0
     for v in range(len(g.values)):
-        if g.values[v].evictable and w.time_up[0] == 0:
-            gains, score, _, _, _, _ = _price(g, w, code, v, at, excess, exponent, 0.0)
+        x, made = _newest_before(g, w, v, at)
+        # Dead at the peak, or read there for the last time: nothing to gain.
+        if g.values[v].evictable and made >= 0 and w.instances[x].last_read > at and w.time_up[0] == 0:
+            gains, score, _, _, _, _ = _price(g, w, code, x, made, at, excess, exponent, 0.0)
             if gains:
                 # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would
                 # fail at random, and the loop might not end.
@@ -256,7 +252,8 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
             following = min(following, heap[k].score)
         # A little further than to the next candidate, so that few walks are repeated.
         most = 1.5 * max(heap[0].score, following) / noise
-        gains, price, relieved, touch, group, partial = _price(g, w, code, v, at, excess, exponent, most)
+        x, made = _newest_before(g, w, v, at)
+        gains, price, relieved, touch, group, partial = _price(g, w, code, x, made, at, excess, exponent, most)
         score = price * noise
         if gains and (partial or score > following * (1 + 1e-9)):  # by more than rounding
             heap[0].score = max(score, heap[0].score)

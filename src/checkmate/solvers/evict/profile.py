@@ -118,7 +118,7 @@ def build_scratch(g: FlatGraph, time_up: Flag | None = None) -> Scratch:
         drops=np.zeros(reads + instances, dtype=[("value", "i4"), ("next", "i4")]),
         stack=np.zeros(ops + 8, dtype=[("op", "i4"), ("read", "i4")]),
         listed=ints(values + 8),
-        candidates=np.zeros(values + 1, dtype=[("score", "f8"), ("noise", "f8"), ("value", "i8")]),
+        candidates=np.zeros(values, dtype=[("score", "f8"), ("noise", "f8"), ("value", "i8")]),
         stamp=ints(1),
         time_up=no_alarm() if time_up is None else time_up,
     )

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from random import Random
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ class Search:
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
         self._scratch: Any = build_scratch(self.flat, time_up)
         self._best, self._trial = self.empty_code(), self.empty_code()
-        self._noise, self._random = seeded(seed), np.random.default_rng(seed)
+        self._noise, self._random = seeded(seed), Random(seed)
 
     @cached_property
     def stage(self) -> dict[int, int]:
@@ -172,10 +173,10 @@ class Search:
             self._ruin(self._trial, evicted, Ruin())
             # Each repair with its own price: a fixed one would return to the plan that was ruined. Half of them are nearly
             # greedy.
-            draw, below = self._random.random, self._random.integers
+            draw = self._random.random
             threshold = self.best_cost * temperature * (1 - done / decodes) * draw()
             settings = Repair(
-                self._budget, 0.25 * int(below(5)), 0.3 if draw() < 0.5 else 0.05, 0.5 * int(below(3)), cost + threshold,
+                self._budget, 0.25 * int(5 * draw()), 0.3 if draw() < 0.5 else 0.05, 0.5 * int(3 * draw()), cost + threshold,
                 200 + len(current),
             )  # fmt: skip
             found, found_cost, _, decoded = repair(self.flat, self._scratch, self._trial, settings, self._noise)
@@ -278,12 +279,11 @@ class Search:
         The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
         step a new plan.
         """
-        below, count = self._random.integers, len(evicted)
+        below, count = self._random.randrange, len(evicted)
         kind, many = below(3), 1 + below(max(1, min(count // 3, ruin.values)))
-        if kind == 0:
-            code[evicted[below(count, size=many)], 0, 0] = 0
-        elif kind == 1:
-            code[evicted[(below(count) + np.arange(many)) % count], 0, 0] = 0
+        if kind < 2:
+            start = below(count)
+            code[evicted[[below(count) if kind else (start + k) % count for k in range(many)]], 0, 0] = 0
         else:
             stages = len(self.flat.targets)
             first = below(stages)
@@ -291,7 +291,7 @@ class Search:
             used = code[evicted, 0, 0]
             low, high = (code[evicted, 1 : used.max() + 1, k] for k in (0, 1))
             cleared = (high >= first) & (low <= last) & (np.arange(used.max()) < used[:, None])
-            cleared &= self._random.random(cleared.shape) >= ruin.keep
+            cleared &= np.random.default_rng(below(1 << 32)).random(cleared.shape) >= ruin.keep
             rows = evicted[cleared.any(axis=1)]
             gone = (cleared | (np.arange(used.max()) >= used[:, None]))[cleared.any(axis=1)]
             order = np.argsort(gone, axis=1, kind="stable")  # those that stay first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from checkmate.core.plan import Plan
@@ -15,34 +14,10 @@ from checkmate.solvers.evict.starts import late_order, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import without_unread
 from checkmate.solvers.session import Session
+from checkmate.solvers.tunables import TUNABLES
 
 if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallestParameters:
-    """Parameters of `smallest_peak`.
-
-    Attributes:
-        most_ops: Largest graph on which peaks are lowered step by step; a step takes half a second on 30,000 ops.
-        steps_per_op: Steps without a lower peak after which the search ends, as a multiple of the number of ops.
-        time_s: Seconds without a limit from the caller.
-        quick_s: Seconds of `quick_peak`.
-        attempt_share: Share of the time left that an attempt may take.
-        precision: A bisection ends when its interval is below one part in so many of the peak: 0.1 %, less than allocators
-            round.
-    """
-
-    most_ops: int = 30_000
-    steps_per_op: int = 8
-    time_s: float = 20.0
-    quick_s: float = 1.0
-    attempt_share: float = 0.5
-    precision: int = 1000
-
-
-PARAMETERS = SmallestParameters()
 
 
 def smallest_peak(
@@ -56,23 +31,14 @@ def smallest_peak(
 ) -> MinBudget:
     """Bisect the budget down to the proven floor with greedy plans, then lower peaks step by step (`Descent`).
 
-    Both are heuristics: a budget without a plan proves nothing.
-
-    Args:
-        problem: Graph and what a plan may do; its budget is ignored.
-        limits: Time and seed; `SmallestParameters.time_s` by default.
-        enough: A peak that is low enough, resident bytes included; the search ends there.
-        near: A peak that is low enough if a bisection of about a second reaches it.
-        known: A plan that was found before.
-        keep_interrupted: Whether Ctrl-C returns the smallest peak so far.
-
-    Raises:
-        KeyboardInterrupt: The user interrupted the search.
+    Both are heuristics: a budget without a plan proves nothing. The problem's budget is ignored, and the time is 20 s by default.
+    A peak of `enough` bytes ends the search, and so does one of `near` bytes that a bisection of about a second reaches. It goes
+    on from a plan that is known, and can keep what it has where the user interrupts it.
     """
-    bisection = _Bisection(problem, Limits(time_s=PARAMETERS.time_s) if limits is None else limits, enough, known)
+    bisection = _Bisection(problem, Limits(time_s=20.0) if limits is None else limits, enough, known)
     try:
         bisection.raise_floor()
-        bisection.from_the_middle(PARAMETERS.quick_s)
+        bisection.from_the_middle(1.0)
         quick = bisection.order
         if bisection.peak_bytes > near:
             bisection.from_the_floor()
@@ -84,31 +50,18 @@ def smallest_peak(
 
 
 def quick_peak(problem: Problem, limits: Limits | None = None) -> MinBudget:
-    """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`.
-
-    Args:
-        problem: Graph and what a plan may do; its budget is ignored.
-        limits: Time and seed; `SmallestParameters.quick_s` by default.
-    """
-    limits = Limits(time_s=PARAMETERS.quick_s) if limits is None else limits
+    """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`."""
+    limits = Limits(time_s=1.0) if limits is None else limits
     bisection = _Bisection(problem, limits, 0, None)
     bisection.raise_floor()
-    bisection.from_the_middle(PARAMETERS.quick_s)
+    bisection.from_the_middle(1.0)
     return bisection.found()
 
 
 class _Bisection:
     """Bisections of one budget; each goes on from the smallest peak of those before.
 
-    Args:
-        problem: As in `smallest_peak`.
-        limits: Time and seed.
-        enough: A peak that is low enough.
-        known: A plan that was found before, or None.
-
-    Attributes:
-        order: Ops of the folded graph in the order of the plan of the smallest peak so far.
-        peak_bytes: That peak, resident bytes included.
+    `order` has the ops of the folded graph in the order of the plan of the smallest peak so far, and `peak_bytes` that peak.
     """
 
     def __init__(self, problem: Problem, limits: Limits, enough: int, known: Plan | None) -> None:
@@ -134,9 +87,7 @@ class _Bisection:
 
         Attempts at budgets with room succeed in hundredths of a second, and those near the floor take up to seconds, so that a
         bisection from above comes within some per cent of the smallest peak before a first attempt at the floor itself ends.
-
-        Args:
-            time_s: Seconds after which to stop; an attempt that would take as long as the one before is not begun after them.
+        An attempt that would take as long as the one before is not begun after `time_s`.
         """
         if self.peak_bytes <= self._enough or self._clock.left_s() <= 0:
             return  # before the kernels are loaded, which takes a second
@@ -160,7 +111,7 @@ class _Bisection:
 
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
         # Higher by less than a bisection sees it says nothing more, and why it holds is harder to read.
-        least = self._floor.peak_bytes + (self._floor.peak_bytes - self._resident) // PARAMETERS.precision
+        least = self._floor.peak_bytes + _precision(self._floor.peak_bytes - self._problem.graph.resident_bytes)
         if found is not None and found.peak_bytes > least:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
             self._enough = max(self._enough, found.peak_bytes)
@@ -178,19 +129,18 @@ class _Bisection:
     def descend(self, start: Sequence[int]) -> None:
         """Lower peaks step by step, until one is near the floor or none was lower for long.
 
-        Args:
-            start: Ops of a plan to begin from, beside that which holds everything.
+        It begins from a plan, in addition to the one that holds everything.
         """
         folded, lowest = self._fold.apply(self._problem.replace_budget(self.peak_bytes)), self._floor.peak_bytes
         ops = len(folded.graph.ops)
-        if self.peak_bytes <= self._enough or self._clock.left_s() <= 0 or ops > PARAMETERS.most_ops:
+        if self.peak_bytes <= self._enough or self._clock.left_s() <= 0 or ops > TUNABLES.many_ops:
             return
         from checkmate.solvers.evict.descent import Descent
 
         holds_all = late_order(folded.graph) if folded.reorder else range(ops)
         descent = Descent(folded, [holds_all, start], lowest, self._seed, self._clock.time_up)
         failed, last = 0, 0.0  # a step that would take as long as the one before is not begun without as much time
-        while self.peak_bytes > self._enough and not self._near(lowest) and failed < PARAMETERS.steps_per_op * ops:
+        while self.peak_bytes > self._enough and not self._near(lowest) and failed < 8 * ops:
             now = self._clock.elapsed_s()
             if self._clock.left_s() <= last:
                 return
@@ -216,15 +166,11 @@ class _Bisection:
             elapsed_s=self._clock.elapsed_s(),
         )
 
-    @property
-    def _resident(self) -> int:
-        return self._problem.graph.resident_bytes
-
     def _reach(self, search: Search, guess: int) -> bool:
         """Whether a search finds a plan within a budget; the plan is kept if its peak is the smallest."""
         clock = self._clock
         search.set_budget(guess)
-        with clock.within(clock.elapsed_s() + PARAMETERS.attempt_share * clock.left_s()):
+        with clock.within(clock.elapsed_s() + 0.5 * clock.left_s()):
             reached = search.first(1, lambda: clock.left_s() <= 0, stop_at_first=True)
         if not reached:
             return False
@@ -240,7 +186,7 @@ class _Bisection:
             self.peak_bytes, self.order = peak_bytes, order
 
     def _near(self, low: int) -> bool:
-        return self.peak_bytes - low <= max(1, (self.peak_bytes - self._resident) // PARAMETERS.precision)
+        return self.peak_bytes - low <= max(1, _precision(self.peak_bytes - self._problem.graph.resident_bytes))
 
     def _every_search(self) -> Iterator[Search]:
         """Searches from every start; one that was not made yet is made when those before it have been used."""
@@ -253,3 +199,8 @@ class _Bisection:
         folded = self._fold.apply(self._problem.replace_budget(self.peak_bytes))
         for start in starts(folded, self._seed, self._clock.time_up):
             yield start.search(folded, self._seed, self._clock.time_up)
+
+
+def _precision(peak_bytes: int) -> int:
+    """Bytes of a peak above resident ones that make no difference: less than allocators round."""
+    return peak_bytes // 1000

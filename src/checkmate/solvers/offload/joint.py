@@ -25,6 +25,7 @@ from checkmate.core.result import Reason, Termination
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import promising_events
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts
 from checkmate.solvers.flat_graph import Move
@@ -32,50 +33,12 @@ from checkmate.solvers.offload.placement import Placed, Reference, place
 from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointParameters:
-    """Parameters of `run_with_host`. Chosen by hand on GPT-2 and ResNet-50.
-
-    Attributes:
-        alone_share: Share of the time for plans without copies.
-        bound_share: Share of the time left for the programs of the joint bound.
-        speeds: Factors of the bus for which copies are placed; 1 hides them.
-        greedy: Greedy plans to make for each set of copies.
-        decodes: Sequences to try around each set of copies; and around a set that gave the best plan so far.
-        better_decodes: The latter.
-        patience: Sets without gain after which to stop.
-        exchanged: Most values that are exchanged between two sets.
-        again_chance: How often values are added that the best plan computes again, rather than any.
-        linear_s: Most seconds for one linear program.
-    """
-
-    alone_share: float = 0.3
-    bound_share: float = 0.3
-    speeds: tuple[float, ...] = (1.0, 1.3, 2.0, 4.0, 1e9)
-    greedy: int = 8
-    decodes: int = 60
-    better_decodes: int = 400
-    patience: int = 200
-    exchanged: int = 4
-    again_chance: float = 0.7
-    linear_s: float = 5.0
-
-
-PARAMETERS = JointParameters()
+from checkmate.solvers.tunables import TUNABLES
 
 
 def run_with_host(problem: Problem, session: Session, alone: Solver) -> Termination:
-    """Find the plan whose step ends first; never later than without copies, whose plans are offered first.
-
-    Args:
-        problem: A problem with a host.
-        session: Takes plans and bounds.
-        alone: Solver for the problem without copies.
-    """
-    without = _Alone(problem, session)
-    without.run(alone)
+    """Find the plan whose step ends first; never later than without copies, whose plans a solver for that offers first."""
+    alone_ns = _solve_alone(problem, session, alone)
     if session.cost == problem.graph.cost:
         session.remark("offload does not pay: the budget holds every value, so nothing is computed again or copied")
         return Termination(Reason.FEASIBLE)
@@ -86,38 +49,28 @@ def run_with_host(problem: Problem, session: Session, alone: Solver) -> Terminat
         )
     if session.plan.host is None:
         session.remark("offload does not pay here: no plan with copies was found that ends earlier")
-    elif without.cost is not None:
-        gain = (without.cost - (session.cost or 0)) / without.cost
+    elif alone_ns is not None:
+        gain = (alone_ns - (session.cost or 0)) / alone_ns
         session.remark(f"copies to the host end the step {gain:.1%} earlier than the best plan without them")
     return Termination(Reason.FEASIBLE)
 
 
-class _Alone:
-    """The plan without copies."""
-
-    def __init__(self, problem: Problem, session: Session) -> None:
-        self.problem, self.session = problem, session
-        self.cost: int | None = None
-
-    def run(self, solver: Solver) -> None:
-        from checkmate.solvers.bounds.floor import floor
-
-        problem, session = self.problem.without_host(), self.session
-        left = session.left_s()
-        if session.plan is not None and session.plan.host is None:  # one to start from was given
-            self.cost = session.cost
-            return
-        if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
-            return
-        limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)
-        inner = Session(problem, limits)
-        try:
-            solver.run(problem, inner)
-        finally:  # also where the user interrupts
-            inner.close()
-            if inner.plan is not None:
-                session.offer_plan(inner.plan)
-                self.cost = inner.cost
+def _solve_alone(problem: Problem, session: Session, solver: Solver) -> int | None:
+    """The cost of the best plan without copies, in three tenths of the time."""
+    left = session.left_s()
+    if session.plan is not None and session.plan.host is None:  # one to start from was given
+        return session.cost
+    without = problem.without_host()
+    if left <= 0 or floor(without.graph).peak_bytes > without.budget_bytes:
+        return None
+    inner = Session(without, replace(session.limits, time_s=left * 0.3 if math.isfinite(left) else None))
+    try:
+        solver.run(without, inner)
+    finally:  # also where the user interrupts
+        inner.close()
+        if inner.plan is not None:
+            session.offer_plan(inner.plan)
+    return inner.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +110,12 @@ class _Joint:
         made = [first]
         everything = frozenset(first.gaps)
         if self.session.plan is None:  # the first plan comes before any bound
-            self._try(everything, first, PARAMETERS.decodes)
+            self._try(everything, first, 60)
             if self.session.done:
                 return
         for chosen in dict.fromkeys([*self._prove_and_choose(first), everything]):
             for reference in _remembered(made, more):
-                self._try(chosen, reference, PARAMETERS.decodes)
+                self._try(chosen, reference, 60)
                 if self.session.done:
                     return
         self._improve()
@@ -193,14 +146,14 @@ class _Joint:
         session = self.session
         plain = FoldViews.of(self.problem.graph)
         model = CutModel(plain.apply(self.problem))
-        until = session.elapsed_s() + PARAMETERS.bound_share * min(60.0, session.left_s())
+        until = session.elapsed_s() + 0.3 * min(TUNABLES.horizon_s, session.left_s())
         found: list[tuple[float, frozenset[int]]] = []
         for event in promising_events(plain.folded, [reference.targets]):
             cut = build_with_host(model, event, self.host, self.problem.graph.cost)
             if cut.impossible:
                 session.prove(math.inf)
                 return []
-            solved = solve_linear(cut.program, time_s=min(PARAMETERS.linear_s, session.left_s()))
+            solved = solve_linear(cut.program, time_s=min(5.0, session.left_s()))
             session.prove(proven_ns(solved.bound, model, self.problem.graph.cost))
             if solved.solution is not None:
                 columns = np.flatnonzero(cut.fetched >= 0)
@@ -214,22 +167,20 @@ class _Joint:
     def _improve(self) -> None:
         """Exchange some values of the best set until several sets in a row bring no gain."""
         without_gain = 0
-        while self.best is not None and without_gain < PARAMETERS.patience and not self.session.done:
+        while self.best is not None and without_gain < 200 and not self.session.done:
             best = self.best
             reference = Reference.of(self.graph, best.order)
             chosen = set(best.chosen)
             others = sorted(set(reference.gaps) - chosen)
             again = self._made_again(best.order)
-            if self.random.random() < PARAMETERS.again_chance and not again.isdisjoint(others):
+            if self.random.random() < 0.7 and not again.isdisjoint(others):
                 others = [v for v in others if v in again]
             if self.random.random() < 0.7 and others:
-                chosen.update(self.random.sample(others, min(len(others), self.random.randint(1, PARAMETERS.exchanged))))
+                chosen.update(self.random.sample(others, min(len(others), self.random.randint(1, 4))))
             if self.random.random() < 0.5 and chosen:
                 members = sorted(chosen)
-                chosen.difference_update(
-                    self.random.sample(members, min(len(members), self.random.randint(1, PARAMETERS.exchanged)))
-                )
-            self._try(frozenset(chosen), reference, PARAMETERS.decodes)
+                chosen.difference_update(self.random.sample(members, min(len(members), self.random.randint(1, 4))))
+            self._try(frozenset(chosen), reference, 60)
             without_gain = 0 if self.best.cost < best.cost else without_gain + 1
 
     def _made_again(self, order: Sequence[int]) -> set[int]:
@@ -240,7 +191,7 @@ class _Joint:
     def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
         """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""
         before: list[Placed] = []
-        for speed in PARAMETERS.speeds:
+        for speed in (1.0, 1.3, 2.0, 4.0, 1e9):
             if self.session.done:
                 return
             placed = place(reference, chosen, self.host, self.size, speed)
@@ -266,12 +217,12 @@ class _Joint:
         search = Search(self.folded, frozenset(), self.session.limits.seed, order, self.session.time_up, moves=moves)
         if len(reference.sequence) > len(reference.targets):
             search.start_from_order(self._with_moves(reference, at, moves))
-        search.first(PARAMETERS.greedy, lambda: self.session.left_s() <= 0)
+        search.first(8, lambda: self.session.left_s() <= 0)
         if not math.isfinite(search.best_cost):
             return None
         best: int | None = None
-        for effort in (0, decodes, PARAMETERS.better_decodes):
-            if effort and not search.improve(effort, 6e-4, lambda: self.session.left_s() <= 0):
+        for effort in (0, decodes, 400):
+            if effort and not search.improve(effort, TUNABLES.temperature, lambda: self.session.left_s() <= 0):
                 break
             with self.session.checking():
                 cost = self._offer(search.order(), moves, chosen)

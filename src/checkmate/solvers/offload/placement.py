@@ -17,61 +17,35 @@ from checkmate.core.plan import HostMemory
 
 
 class Gap(NamedTuple):
-    """The longest time between two uses of a value.
-
-    Attributes:
-        value: The value.
-        made_ns: Time at which its first computation ends, from which on it can be copied.
-        left_ns: End of the last use before the gap.
-        needed_ns: Begin of the first use after it.
-        stage: Stage in which it is needed again.
-    """
+    """The longest time between two uses of a value."""
 
     value: int
-    made_ns: int
-    left_ns: int
-    needed_ns: int
-    stage: int
+    made_ns: int  # end of its first computation, from which on it can be copied
+    left_ns: int  # end of the last use before the gap
+    needed_ns: int  # begin of the first use after it
+    stage: int  # in which it is needed again
 
 
 class Placed(NamedTuple):
-    """A value that is away for some stages.
-
-    Attributes:
-        value: The value.
-        gone_at: First stage at which its copy to the host is done, so that it can be freed before it.
-        fetch_at: Stage before which its copy back is issued.
-    """
+    """A value that is away for some stages."""
 
     value: int
-    gone_at: int
-    fetch_at: int
+    gone_at: int  # first stage at which its copy to the host is done, so that it can be freed before it
+    fetch_at: int  # stage before which its copy back is issued
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A sequence of computations with its times.
-
-    Attributes:
-        sequence: Ops in the order of their computations.
-        targets: Ops in the order of their first computations, one for each stage.
-        begins: Time at which each stage begins, and the end. Shape ``[stage + 1]``.
-        gaps: Value to its longest gap, for values that can be copied.
-    """
+    """A sequence of computations with its times."""
 
     sequence: tuple[int, ...]
-    targets: tuple[int, ...]
-    begins: tuple[int, ...]
-    gaps: dict[int, Gap]
+    targets: tuple[int, ...]  # ops in the order of their first computations, one for each stage
+    begins: tuple[int, ...]  # time at which each stage begins, and the end; shape [stage + 1]
+    gaps: dict[int, Gap]  # longest gap of each value that can be copied
 
     @classmethod
     def of(cls, graph: Graph, sequence: Sequence[int]) -> Reference:
-        """The reference of a sequence.
-
-        Args:
-            graph: The graph, its views folded.
-            sequence: Ops in the order of their computations.
-        """
+        """The reference of a sequence of a graph whose views are folded."""
         now = 0
         done: set[int] = set()
         targets: list[int] = []
@@ -115,14 +89,7 @@ def place(reference: Reference, chosen: Iterable[int], host: HostMemory, size: S
     """Places of the copies of some values, each as late as its deadline allows and as early as the bus does.
 
     Copies to the host are made in the order in which the values are computed, copies back in the order in which they are needed.
-    Values that would be away for no stage are left out.
-
-    Args:
-        reference: The times.
-        chosen: The values.
-        host: The bus.
-        size: Bytes of each value.
-        speed: Factor of the bus: above 1 less is held and copies are waited for.
+    Values that would be away for no stage are left out. At a factor of the bus above 1 less is held, and copies are waited for.
     """
     gaps = [reference.gaps[v] for v in chosen if v in reference.gaps]
     begins = reference.begins

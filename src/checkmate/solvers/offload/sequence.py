@@ -16,13 +16,6 @@ def plan_with_copies(problem: Problem, sequence: Sequence[Step]) -> Plan:
     A `Free` in the sequence says that the value is not to be freed before that place, where its copy is expected to be done;
     it is freed after its last read if that is later. All other values are freed at their earliest place, and copies on the
     host after the first computation that reads what was fetched from them.
-
-    Args:
-        problem: The problem; it has a host.
-        sequence: The steps, without those that `Plan` needs for frees and discards.
-
-    Raises:
-        PlanError: The plan has copies, and the problem no host.
     """
     return _with_frees(problem, needed_steps(problem, sequence))
 

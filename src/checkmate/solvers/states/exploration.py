@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,22 +14,12 @@ from checkmate.solvers.session import Session
 from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
 from checkmate.solvers.states.packed_problem import PackedProblem
 
-_CHUNK: Final = 2000
-"""States to expand between two looks at the clock: some milliseconds."""
-
 
 class Exploration:
-    """An A* search that is interrupted and continued.
+    """An A* search that is interrupted and continued, on the folded problem of a session.
 
-    Args:
-        fold: The reduction of the session's problem, its views priced if first computations may be reordered.
-        packed: Its folded problem, packed.
-        session: Takes plans and bounds. States that cost as much as its best plan, when the search is made, are not stored.
-        max_states: Most states to store, of about 100 bytes each.
-
-    Attributes:
-        bound: Proven lower bound on the cost of every plan.
-        ended: Why the search cannot be continued, or None while it can.
+    States that cost as much as its best plan are not stored, and of the others at most `max_states`, of about 100 bytes each.
+    `bound` is a proven lower bound on the cost of every plan; `ended` says why the search cannot be continued, or is None.
     """
 
     def __init__(self, fold: FoldViews, packed: PackedProblem, session: Session, max_states: int) -> None:
@@ -46,11 +36,7 @@ class Exploration:
         self.ended: Termination | None = None
 
     def run(self, out_of_time: Callable[[], bool]) -> None:
-        """Expand states until the search ends, the session is done, or it is out of time.
-
-        Args:
-            out_of_time: Called between chunks of work.
-        """
+        """Expand states until the search ends, the session is done, or it is out of time."""
         counters, session = self._counters, self._session
         # A plan that was found elsewhere since the last run: states at or above its cost are no longer wanted.
         if session.cost is not None:
@@ -59,7 +45,8 @@ class Exploration:
             begin(self._packed, self._store, counters, self._limit)
             self._begun = True
         while self.ended is None and not out_of_time():
-            expand(self._packed, self._store, counters, self._limit, _CHUNK, self._chosen)
+            # So many states take some milliseconds.
+            expand(self._packed, self._store, counters, self._limit, 2000, self._chosen)
             # The estimate is consistent, so states are expanded in the order of the least cost of a plan through them, and
             # what is not expanded costs no less than the last one that was. What was never stored costs the limit or more.
             self.bound = self._offset + float(min(counters[LEAST], self._limit))
@@ -91,28 +78,16 @@ class Exploration:
 
 
 class _Store(NamedTuple):
-    """States that were reached, a hash table to find them and a binary heap of those to expand.
+    """States that were reached, a hash table to find them and a binary heap of those to expand."""
 
-    Attributes:
-        states: The two words of each state. Shape ``[state, word]``.
-        cost: Least cost at which it was reached. Shape ``[state]``.
-        left: Estimate of what remains. Shape ``[state]``.
-        parent: State that it was reached from, or -1. Shape ``[state]``.
-        op: Op computed on the way, or -1. Shape ``[state]``.
-        table: Hash table with open addressing: a state plus one, or 0 where free. A power of two. Shape ``[entry]``.
-        queue_key: Heap: least cost of a plan through each entry. Shape ``[queued]``.
-        queue_left: Heap: estimate of what remains. Shape ``[queued]``.
-        queue_state: Heap: the state. Shape ``[queued]``.
-    """
-
-    states: Any
-    cost: Any
-    left: Any
-    parent: Any
-    op: Any
-    table: Any
-    queue_key: Any
-    queue_left: Any
+    states: Any  # the two words of each state; shape [state, word]
+    cost: Any  # least cost at which it was reached
+    left: Any  # estimate of what remains
+    parent: Any  # state that it was reached from, or -1
+    op: Any  # op computed on the way, or -1
+    table: Any  # hash table with open addressing: a state plus one, or 0 where free; its length is a power of two
+    queue_key: Any  # heap: least cost of a plan through each entry
+    queue_left: Any  # heap: estimate of what remains
     queue_state: Any
 
 

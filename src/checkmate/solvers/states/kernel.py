@@ -20,23 +20,17 @@ from typing import Final
 
 import numpy as np
 
-from checkmate.solvers.backends.kernels import kernel
+from checkmate.solvers.backends.kernels import inner_kernel, kernel
 
 FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED = range(7)
 """Places in the array of counters: states found, entries of the queue, states expanded, the goal's state or -1, least
 cost of what is not expanded, whether an array was too small, and sets of values tried in this call of `expand`."""
 
-_MOST_SETS: Final = 1 << 14
-"""Sets of values to try when making room for one op. With many small values there are exponentially many least sets; a
-state with more ends the search as a full array does, since leaving some out would make its bound wrong."""
-_TRIED_AT_ONCE: Final = 1 << 20
-"""Sets of values to try before the clock is looked at: some tens of milliseconds."""
-
 _ZERO: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
 
 
-@kernel
+@inner_kernel
 def _has(low, high, bit):
     """Whether a bit of two words is set."""
     if bit < 64:
@@ -44,7 +38,7 @@ def _has(low, high, bit):
     return (high >> np.uint64(bit - 64)) & _ONE != _ZERO
 
 
-@kernel
+@inner_kernel
 def _least_left(p, low, high):
     """Cost of the ops that still have to run, if memory did not matter.
 
@@ -61,7 +55,7 @@ def _least_left(p, low, high):
     return total
 
 
-@kernel
+@inner_kernel
 def _place(table, states, low, high):
     """Slot of a state in the hash table: its own, or the free one where it belongs.
 
@@ -78,13 +72,13 @@ def _place(table, states, low, high):
         slot = (slot + _ONE) & mask
 
 
-@kernel
+@inner_kernel
 def _sooner(key, left, other_key, other_left):
     """Order of the queue: by key, and among equal ones first what has least left to do, as it is nearest to the goal."""
     return key < other_key or (key == other_key and left < other_left)
 
 
-@kernel
+@inner_kernel
 def _push(store, counters, key, left, state):
     """Add a state to the heap."""
     keys, lefts, states = store.queue_key, store.queue_left, store.queue_state
@@ -102,7 +96,7 @@ def _push(store, counters, key, left, state):
     keys[k], lefts[k], states[k] = key, left, state
 
 
-@kernel
+@inner_kernel
 def _pop(store, counters):
     """Take the first state off the heap."""
     keys, lefts, states = store.queue_key, store.queue_left, store.queue_state
@@ -125,7 +119,7 @@ def _pop(store, counters):
     return state
 
 
-@kernel
+@inner_kernel
 def _reach(p, store, counters, limit, low, high, cost, parent, op):
     """Store and queue a state if it is new or was reached at a lower cost, and can lead to a plan below the limit."""
     # A state is stored at most once, with the least cost known; whether its queue entry is current is seen when it is taken.
@@ -156,21 +150,12 @@ def _reach(p, store, counters, limit, low, high, cost, parent, op):
         _push(store, counters, cost + left, left, state)
 
 
-@kernel
+@inner_kernel
 def _compute(p, store, counters, limit, state, o, chosen):
     """Compute an op in a state, after dropping each least set of values that makes room for it.
 
     A set is least if no value of it could stay. Only those are tried: with more values live every later move is possible
     that is possible with fewer, at the same cost, since they can be dropped later.
-
-    Args:
-        p: The problem.
-        store: The states.
-        counters: The counters.
-        limit: The limit.
-        state: The state.
-        o: The op; all conditions but room are met.
-        chosen: Working space. Shape ``[3 * value + 2]``.
     """
     low, high, cost = store.states[state, 0], store.states[state, 1], store.cost[state] + p.cost[o]
     count, held = 0, p.during[o]
@@ -208,7 +193,9 @@ def _compute(p, store, counters, limit, state, o, chosen):
             k += 1
             continue
         tried += 1
-        if tried > _MOST_SETS:
+        # With many small values there are exponentially many least sets; a state with more ends the search as a full array does,
+        # since leaving some out would make its bound wrong.
+        if tried > 1 << 14:
             counters[FULL] = 1
         v = chosen[k]
         if freed + p.size[v] >= excess:
@@ -223,7 +210,7 @@ def _compute(p, store, counters, limit, state, o, chosen):
     counters[TRIED] += tried
 
 
-@kernel
+@inner_kernel
 def _flip(low, high, bit):
     """The two words with one bit changed."""
     if bit < 64:
@@ -241,19 +228,11 @@ def begin(p, store, counters, limit):
 
 @kernel
 def expand(p, store, counters, limit, most, chosen):
-    """Expand states in the order of their least cost, until the goal, ``most`` states, a full array, or a look at the clock.
-
-    Args:
-        p: The problem.
-        store: The states.
-        counters: Changed in place.
-        limit: The limit.
-        most: Most states to expand.
-        chosen: Working space. Shape ``[3 * value + 2]``.
-    """
+    """Expand states in the order of their least cost, until the goal, ``most`` states, a full array, or a look at the clock."""
     counters[TRIED] = 0
     for _ in range(most):
-        if counters[QUEUED] == 0 or counters[FULL] != 0 or counters[TRIED] > _TRIED_AT_ONCE:
+        # Of so many sets the clock is looked at: some tens of milliseconds.
+        if counters[QUEUED] == 0 or counters[FULL] != 0 or counters[TRIED] > 1 << 20:
             return
         key = store.queue_key[0]
         state = _pop(store, counters)
