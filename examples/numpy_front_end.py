@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from checkmate import Budget, CheckmateError, Compute, Graph, InfeasibleBudgetError, Op, PlanNotFoundError, Result, Value
+from checkmate import Budget, Compute, Graph, Op, Result, Value
 from checkmate.core.graph import BOUNDARY
 from checkmate.core.units import Amount
-from checkmate.frontend.calibration import Calibration, Offset, Trial
+from checkmate.frontend.calibration import Calibration, Offset, Trial, calibrate
 from checkmate.frontend.options import PlanningOptions, PlanSource
 from checkmate.frontend.planner import Planner, Replanner, keep_everything, planner_for
 from checkmate.solvers.session import Solver
@@ -343,14 +343,12 @@ def fit(tape: Tape, budget: Budget, options: PlanningOptions, round_to: int) -> 
     graph = capture(tape)
     replanner = Replanner(graph, options)
     calibration = Calibration[Step | None](budget.resolve(graph), Offset(resident_bytes=graph.resident_bytes, headroom=0))
-    refused: CheckmateError | None = None
-    while (target := calibration.next_target()) is not None:
-        try:
-            step = Step(tape, graph, replanner(target))
-            calibration.record(Trial.of(target, step.result, measure(step, Memory(round_to)), step))
-        except (InfeasibleBudgetError, PlanNotFoundError) as error:
-            refused = error
-            calibration.record(Trial.without_plan(target, None))
+
+    def trial(target: int, result: Result) -> Trial[Step | None]:
+        step = Step(tape, graph, result)
+        return Trial.of(target, result, measure(step, Memory(round_to)), step)
+
+    refused = calibrate(calibration, replanner, trial)
     best = calibration.best()
     if best is None or best.outcome is None:
         raise calibration.refusal(refused)

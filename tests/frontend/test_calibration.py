@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from checkmate import Graph, InfeasibleBudgetError, Plan, evaluate
 from checkmate.core.errors import PlanNotFoundError
-from checkmate.frontend.calibration import Calibration, Offset, Policy, Proportional, Trial
+from checkmate.frontend.calibration import Calibration, Offset, Policy, Proportional, Trial, calibrate
 
 MOST_BYTES = 100_000
 KEEP_ALL = 10_000
@@ -24,25 +26,23 @@ def cost(planned_bytes: int) -> int:
     return 1000 + max(0, KEEP_ALL - planned_bytes) // 10
 
 
-def calibrated(policy: Policy, limit_bytes: int, compiler: Compiler, steps: int = 1) -> Calibration[str | None]:
+def calibrated(policy: Policy, limit_bytes: int, compiler: Compiler, steps: int = 1, most: int = 20) -> Calibration[str | None]:
     """The trials on a graph with a plan for every multiple of ``steps`` from the smallest plan to keeping everything."""
     calibration: Calibration[str | None] = Calibration(limit_bytes, policy)
-    while (target := calibration.next_target()) is not None:
+
+    def replan(target: int) -> Any:  # in place of a result, its planned bytes
         assert len(calibration.trials) < 20, "a policy stops"
         planned = min(target, KEEP_ALL) // steps * steps
         if planned < LEAST_PLAN:
-            calibration.record(Trial.without_plan(target, None))
-            continue
-        calibration.record(
-            Trial(
-                target_bytes=target,
-                planned_bytes=planned,
-                needed_bytes=compiler(planned),
-                cost=cost(planned),
-                overhead=cost(planned) / 1000,
-                outcome="ran",
-            )
-        )
+            raise PlanNotFoundError("none", hint="raise it")
+        return planned
+
+    def measure(target: int, planned: Any) -> Trial[str | None]:
+        overhead = cost(planned) / 1000
+        figures = {"planned_bytes": planned, "needed_bytes": compiler(planned), "cost": cost(planned), "overhead": overhead}
+        return Trial(target_bytes=target, outcome="ran", **figures)
+
+    calibrate(calibration, replan, measure, lambda: len(calibration.trials) >= most)
     return calibration
 
 
@@ -103,6 +103,23 @@ def test_an_offset_halves_the_way_where_no_plan_was_found() -> None:
     found = calibrated(Offset(headroom=0), 3_000, lambda planned: planned + (3_000 if planned > 2_100 else 0))
     assert any(t.planned_bytes is None for t in found.trials)
     assert all(t.target_bytes > 0 for t in found.trials if t.planned_bytes is not None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_search_without_hope_ends(policy: str) -> None:
+    """After a trial that does not keep the limit; one that keeps it is followed by others as ever."""
+    assert len(calibrated(POLICIES[policy], 3_000, lambda planned: planned + 20_000, most=2).trials) == 2
+    assert len(calibrated(POLICIES[policy], 6_000, COMPILERS["saves a fifth"], most=1).trials) > 1
+
+
+def test_resident_bytes_are_no_part_of_the_multiple() -> None:
+    """Of a step with resident bytes a compiler multiplies the others."""
+    alone, resident = (Proportional(resident_bytes=bytes_) for bytes_ in (0, 50_000))
+    trial: Trial[None] = Trial(target_bytes=6_000, planned_bytes=6_000, needed_bytes=7_200, cost=1400, outcome=None)
+    moved = replace(trial, target_bytes=56_000, planned_bytes=56_000, needed_bytes=57_200)
+    target = alone.next_target([trial], 6_000)
+    assert target is not None
+    assert resident.next_target([moved], 56_000) == target + 50_000
 
 
 def test_an_offset_asks_for_no_less_than_nothing() -> None:

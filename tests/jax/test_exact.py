@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 import checkmate.jax as cj
 from tests.jax.networks import difference, identical, mlp, mlp_loss, transformer, transformer_loss
 
-exact = functools.partial(cj.remat, exact=True, costs="estimated", time_limit_s=5, verify=False)
+exact = functools.partial(cj.remat, exact=True, costs="estimated", time_limit_s=2, verify=False)
 BUDGET = "60%"
 
 
@@ -131,7 +131,7 @@ def test_whole_steps_with_donated_buffers():
 
     found = []
     for budget in (None, BUDGET):
-        options = {"budget": budget, "exact": True, "costs": "estimated", "time_limit_s": 5, "verify": False}
+        options = {"budget": budget, "exact": True, "costs": "estimated", "time_limit_s": 2, "verify": False}
         planned = cj.plan(step, weights, optimizer.init(weights), x, donate_argnums=(0, 1), **options)
         run = jax.jit(planned, donate_argnums=(0, 1), compiler_options=cj.compiler_options())
         state = jax.tree.map(jnp.copy, (weights, optimizer.init(weights)))

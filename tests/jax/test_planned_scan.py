@@ -16,12 +16,10 @@ from jax.sharding import AxisType, PartitionSpec
 import checkmate
 import checkmate.jax as cj
 from checkmate.jax.arguments import Arguments, FlatFunction
-from checkmate.jax.measure.profiler import cost_source
-from checkmate.jax.scan.arrangements import Layers, cheapest
-from checkmate.jax.scan.choices import Choices
-from checkmate.jax.scan.groups import LayerGroup, run_groups
-from checkmate.jax.scan.named_block import NamedBlock, Naming
-from checkmate.jax.scan.search import cheapest_compiled
+from checkmate.jax.profiler import cost_source
+from checkmate.jax.scan.choices import Choices, Layers, cheapest
+from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
+from checkmate.jax.scan.search import Loop
 from tests.jax.networks import difference
 
 WIDTH, LENGTH = 16, 8
@@ -46,7 +44,9 @@ def arrays():
 @pytest.fixture(scope="module")
 def layers():
     arguments = Arguments.of((X, P), {})
-    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(layer, None), arguments), cost_source("estimated"))
+    choices = Choices(
+        arguments.arrays, FlatFunction(Naming(layer, own=False).with_names(None), arguments), cost_source("estimated")
+    )
     return Layers(choices=choices, length=LENGTH, carry_bytes=4 * X.size)
 
 
@@ -190,10 +190,11 @@ def test_nested_loops_need_fewer_bytes_than_any_policy():
     assert nested.groups[0].nested > 1
 
 
-class Loop:
+class Slack(Loop):
     """A loop of which XLA needs the more above the planned bytes, the more is saved."""
 
-    fixed_bytes = 0
+    def __init__(self, layers):
+        self.layers, self.fixed_bytes = layers, 0
 
     def planned_bytes(self, arrangement):
         return arrangement.held_bytes + 300_000
@@ -204,8 +205,8 @@ class Loop:
 
 def test_saving_nothing_is_tried_before_nested_loops(layers):
     """Where it is foreseen to miss the budget by next to nothing: a nested loop computes every layer once more."""
-    least = layers.least(groups=True)["uniform"]
-    found, _ = cheapest_compiled(Loop(), layers, Loop().temp_bytes(least), groups=True, name="layer")
+    least, *_ = layers.least()
+    found, _ = Slack(layers).cheapest_within(Slack(layers).temp_bytes(least))
     assert found == least
 
 
@@ -219,7 +220,7 @@ def test_arrangements_are_as_cheap_as_trying_every_pair(layers):
     """For every limit the cheapest pair of choices and number of layers, found without trying all."""
     front = layers.choices.front
     for most in range(LENGTH * layers.carry_bytes, 10**6, 10**5):
-        found = cheapest(a for family in layers.families(groups=True).values() if (a := family(most)) is not None)
+        found = cheapest(a for family in layers.kinds.values() if (a := family(most)) is not None)
         tried = [
             count * few.cost + (LENGTH - count) * many.cost
             for few, many in itertools.product(front, front)
@@ -240,7 +241,7 @@ def test_the_bound_is_below_every_mixture(layers):
         cost = count * few.cost + (LENGTH - count) * many.cost
         assert layers.choices.bound(LENGTH, carry, saved) <= cost + 1e-6
     for inner in (2, 4):
-        nested = layers.families(groups=True)[f"nested {inner}"](10**7)
+        nested = layers.kinds[f"nested {inner}"](10**7)
         assert layers.choices.bound(LENGTH, carry, nested.saved_bytes) <= nested.cost + 1e-6
 
 

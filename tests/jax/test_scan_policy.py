@@ -10,9 +10,9 @@ import pytest
 import checkmate
 import checkmate.jax as cj
 from checkmate.jax.arguments import Arguments, FlatFunction
-from checkmate.jax.measure.profiler import cost_source
+from checkmate.jax.profiler import cost_source
 from checkmate.jax.scan.choices import Choices
-from checkmate.jax.scan.named_block import NamedBlock
+from checkmate.jax.scan.groups import Naming
 from tests.jax.networks import block, difference
 
 LENGTH = 8
@@ -84,7 +84,9 @@ def test_names_are_those_that_are_saved(found, arrays):
 def test_more_memory_is_never_more_expensive(specs):
     """The choices for larger budgets cost no more, and with enough of it next to nothing is computed again."""
     arguments = Arguments.of(specs, {})
-    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(layer, None), arguments), cost_source("estimated"))
+    choices = Choices(
+        arguments.arrays, FlatFunction(Naming(layer, own=False).with_names(None), arguments), cost_source("estimated")
+    )
     found = [choices.cheapest(size) for size in (0, 10_000, 40_000, 100_000, 10**7)]
     costs = [choice.cost for choice in found]
     assert costs == sorted(costs, reverse=True)

@@ -11,8 +11,7 @@ import checkmate
 from checkmate import Graph, GraphError, InfeasibleBudgetError, Op, OptionError, Problem, Value, evaluate, simulate
 from checkmate.core.graph import BOUNDARY
 from checkmate.regions import RegionPolicy, choose_policy
-from checkmate.regions.blocks import find_regions
-from checkmate.regions.schedule import Schedule
+from checkmate.regions.blocks import Schedule, find_regions
 from checkmate.regions.search import save_modules, save_ops
 
 

@@ -1,18 +1,17 @@
 """Plan, run, measure and plan again, where what a framework makes of a plan is known only by measuring it.
 
 A compiler fuses ops, and an allocator rounds and splits, so that the measured peak of a step differs from the planned one. The
-loop is the same for every framework, and pure: a policy looks at the trials so far and says within how many live bytes to plan
-next.
+loop is the same for every framework: a policy looks at the trials so far and says within how many live bytes to plan next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 
@@ -21,14 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Generic[T]):
-    """A plan that was tried.
+    """A plan that was tried. Without a plan its bytes are None, and its cost is infinite.
 
     Attributes:
         target_bytes: Live bytes within which it was planned.
-        planned_bytes: Its planned peak; None if no plan was found within the target.
-        needed_bytes: Its peak as measured, or as a model of the allocator predicts it where it was not worth running; None
-            without a plan.
-        cost: Its cost; infinite without a plan.
+        planned_bytes: Its planned peak.
+        needed_bytes: Its peak as measured, or as a model of the allocator predicts it where it was not worth running.
+        cost: Its cost.
         overhead: Its cost over that of keeping everything.
         measured: Whether ``needed_bytes`` was measured.
         outcome: The front end's own record of the trial.
@@ -63,19 +61,6 @@ class Trial(Generic[T]):
     def within(self, limit_bytes: int) -> bool:
         """Whether it was found to need no more than a limit."""
         return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
-
-
-class Policy(Protocol):
-    """Chooses the target of the next trial."""
-
-    def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
-        """Live bytes to plan within next, or None if another trial is not worth its time.
-
-        Args:
-            trials: Trials so far, in order.
-            limit_bytes: The most that a measured peak may be.
-        """
-        ...
 
 
 class Calibration(Generic[T]):
@@ -140,6 +125,37 @@ class Calibration(Generic[T]):
         )
 
 
+def calibrate(
+    calibration: Calibration[T | None],
+    replan: Callable[[int], Result],
+    measure: Callable[[int, Result], Trial[T | None] | None],
+    hopeless: Callable[[], bool] = lambda: False,
+) -> CheckmateError | None:
+    """Plan, measure and record until another trial is not worth its time.
+
+    Args:
+        calibration: The trials, which grow.
+        replan: Makes the cheapest plan within an amount of live bytes.
+        measure: The trial of a plan that was found within a target; None ends the search.
+        hopeless: Whether to end the search after a trial that does not keep the limit.
+
+    Returns:
+        Why there was no plan within the smallest target without one; None if every target had one.
+    """
+    failure: CheckmateError | None = None
+    while (target := calibration.next_target()) is not None:
+        try:
+            trial = measure(target, replan(target))
+        except (InfeasibleBudgetError, PlanNotFoundError) as error:
+            failure, trial = error, Trial[T | None].without_plan(target, None)
+        if trial is None:
+            break
+        calibration.record(trial)
+        if not trial.within(calibration.limit_bytes) and hopeless():
+            break
+    return failure
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
     """A policy where the measured peak exceeds the planned one by a nearly constant amount, such as an allocator's free chunks.
@@ -149,18 +165,12 @@ class Offset:
         most_trials: The most plans that are tried. Eight bisections leave less than half a per cent of the budget undivided.
         headroom: Share of the limit above the resident bytes to leave free: chunks fall otherwise from step to step, by up to
             6 % in 40 steps of VGG19.
-        least_room: Room left, as a share of the limit above the resident bytes, that is not worth another trial.
-        least_step: Difference of targets, as a share of the limit, that is not worth dividing.
-        small_overhead: Overhead at which a cheaper plan is not worth another trial.
         uses_room: Whether room that a plan leaves is used for a cheaper one.
     """
 
     resident_bytes: int = 0
     most_trials: int = 8
     headroom: float = 0.06
-    least_room: float = 0.02
-    least_step: float = 0.01
-    small_overhead: float = 1.005
     uses_room: bool = True
 
     def aim_bytes(self, limit_bytes: int) -> int:
@@ -178,14 +188,15 @@ class Offset:
         if last.within(aim) and last.cost < cheapest:
             assert last.needed_bytes is not None
             room = aim - last.needed_bytes
-            worth = room > self.least_room * (limit_bytes - self.resident_bytes) and last.overhead > self.small_overhead
+            # A trial takes seconds: 2 % of the room, or half a per cent of the cost, are not worth another one.
+            worth = room > 0.02 * (limit_bytes - self.resident_bytes) and last.overhead > 1.005
             return last.target_bytes + room if worth and self.uses_room and last.measured else None
         if cheapest < math.inf or last.within(aim):
             return None
         # For `above` there is a plan, and what it needs is over the aim.
         above = min((min(t.target_bytes, t.planned_bytes) for t in trials if t.planned_bytes is not None), default=limit_bytes)
         if last.needed_bytes is None:
-            return None if above - last.target_bytes <= self.least_step * limit_bytes else (last.target_bytes + above) // 2
+            return None if above - last.target_bytes <= 0.01 * limit_bytes else (last.target_bytes + above) // 2
         # What an allocator adds may be more than the plan itself; no bytes at all is then the least to ask for.
         return max(0, above - (last.needed_bytes - aim))
 
@@ -195,21 +206,16 @@ class Proportional:
     """A policy where the measured peak is about a constant multiple of the planned one, as under a compiler that fuses ops.
 
     Attributes:
+        resident_bytes: Bytes of every peak and of the limit that no plan can change; the multiple is that of the others.
         least_cost: Cost of keeping everything: no plan is cheaper.
         most_trials: The most plans that are tried, since each is a compilation of seconds to a minute.
-        aim: Share of the limit to aim at when the last trial is used to predict the next.
-        least_gain: Least number of bytes by which the measured peak is assumed to fall for each byte less in the planned peak.
         least_saving: Share of the cost that another trial must be able to save, once one fits; less is not worth a compilation.
-        least_step: Difference between the planned peak of a trial that fits and that of one that does not, as a share of the
-            limit, that is not worth dividing.
     """
 
+    resident_bytes: int = 0
     least_cost: int = 0
     most_trials: int = 4
-    aim: float = 0.985
-    least_gain: float = 0.25
     least_saving: float = 0.01
-    least_step: float = 0.005
 
     def worthwhile_cost(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> float:
         """Cost up to which another plan is worth trying."""
@@ -219,37 +225,41 @@ class Proportional:
         """Scale the last target by need over plan; between a trial that fits and one that does not, at most their middle."""
         if not trials:
             return limit_bytes
-        fitting = [t for t in trials if t.within(limit_bytes)]
-        over = [t for t in trials if not t.within(limit_bytes)]
-        full = any(_needed(t) >= self.aim * limit_bytes for t in fitting)
-        if len(trials) >= self.most_trials or full or self.least_cost > self.worthwhile_cost(trials, limit_bytes):
+        own = [(self._own(t.planned_bytes), self._own(t.needed_bytes), t.within(limit_bytes)) for t in trials]
+        fitting, over = ([(planned, needed) for planned, needed, fits in own if fits is wanted] for wanted in (True, False))
+        room = max(0, limit_bytes - self.resident_bytes)
+        aim = 0.985 * room  # what another plan predicts is off by a per cent or two
+        full = any(needed >= aim for _, needed in fitting)
+        ended = len(trials) >= self.most_trials or trials[-1].planned_bytes is None
+        if ended or full or self.least_cost > self.worthwhile_cost(trials, limit_bytes):
             return None
-        last = max(fitting, key=_planned) if fitting else min(over, key=_planned)
-        target = int(self.aim * limit_bytes * _planned(last) / max(1, _needed(last)))
+        planned, needed = max(fitting) if fitting else min(over)
+        target = int(aim * planned / max(1, needed))
         if fitting and over:
-            above = min(map(_planned, over))
-            return min(target, (_planned(last) + above) // 2) if above - _planned(last) > self.least_step * limit_bytes else None
-        if over:
-            return min(target, int(self.aim * _planned(last)), self._secant(over, self.aim * limit_bytes))
-        return target
+            above = min(over)[0]
+            # Plans whose peaks differ by half a per cent of the limit are hardly two.
+            target = min(target, (planned + above) // 2) if above - planned > 0.005 * room else None
+        elif over:
+            target = min(target, int(0.985 * planned), _secant(over, aim))
+        return None if target is None else self.resident_bytes + target
 
-    def _secant(self, over: Sequence[Trial[Any]], aim_bytes: float) -> int:
-        """Planned peak at which the line through the two trials with the smallest plans has the measured peak that is aimed at.
-
-        The bytes that a compiler adds to a plan do not shrink with it, so that a constant multiple underestimates the measured
-        peak of smaller plans, trial after trial.
-        """
-        low, *others = sorted(over, key=_planned)
-        high = next((t for t in others if _planned(t) > _planned(low)), None)
-        if high is None:
-            return _planned(low)
-        gain = (_needed(high) - _needed(low)) / (_planned(high) - _planned(low))
-        return max(0, int(_planned(low) - (_needed(low) - aim_bytes) / max(self.least_gain, min(1.0, gain))))
+    def _own(self, total_bytes: int | None) -> int:
+        return 0 if total_bytes is None else total_bytes - self.resident_bytes
 
 
-def _planned(trial: Trial[Any]) -> int:
-    return 0 if trial.planned_bytes is None else trial.planned_bytes
+def _secant(over: Sequence[tuple[int, int]], aim_bytes: float) -> int:
+    """Planned peak at which the line through the two smallest plans has the measured peak that is aimed at.
+
+    The bytes that a compiler adds to a plan do not shrink with it, so that a constant multiple underestimates smaller
+    plans, trial after trial. The measured peak is taken to fall by at least a quarter of a byte for each planned byte.
+    """
+    (planned, needed), *others = sorted(over)
+    high = next((other for other in others if other[0] > planned), None)
+    if high is None:
+        return planned
+    gain = (high[1] - needed) / (high[0] - planned)
+    return max(0, int(planned - (needed - aim_bytes) / max(0.25, min(1.0, gain))))
 
 
-def _needed(trial: Trial[Any]) -> int:
-    return 0 if trial.needed_bytes is None else trial.needed_bytes
+Policy = Offset | Proportional
+"""Chooses the target of the next trial from the trials so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,19 @@ def opened(closed: Any) -> tuple[Any, list[Any]]:
 
 
 def without_dead_code(closed: Any) -> Any:
-    """A trace without what no result needs, also inside loops, opened.
-
-    Args:
-        closed: What `jax.make_jaxpr` returned.
-    """
+    """A trace of `jax.make_jaxpr`, opened, without equations that no result needs, also inside loops."""
     jaxpr, _ = opened(closed)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:
-    """A function of the flat arguments of a trace, with other values for its constants.
+@functools.cache
+def checkpoint_primitive() -> str:
+    """Name of the primitive that calls what `jax.checkpoint` computes again."""
+    return opened(jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0))[0].eqns[0].primitive.name
 
-    Args:
-        closed: What `jax.make_jaxpr` returned.
-        constants: A value for each of its constants.
-    """
+
+def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A trace of `jax.make_jaxpr` as a function of its flat arguments, with a value for each of its constants."""
     jaxpr, _ = opened(closed)
     types = [v.aval if isinstance(v, core.Literal) else None for v in jaxpr.outvars]
     function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))

@@ -11,31 +11,23 @@ compiled to the same instructions in every plan (docs/decisions/0010).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import bind, varying_axes
-from checkmate.jax.graph.alone import behind_barriers
+from checkmate.jax._compat import varying_axes
 from checkmate.jax.graph.capture import Capture
-from checkmate.jax.graph.trace import Equation, Source, result
+from checkmate.jax.graph.trace import result, trace_flat
 
 
 class PlannedProgram:
-    """A plan of a captured function, ready to run.
+    """A plan of a captured function, ready to run: ``saved`` is what the forward leaves to the backward.
 
-    Args:
-        capture: The captured function.
-        plan: A plan of its graph.
-        exact: Whether every op stands alone, so that all plans have the same bits.
-        fences: False omits the fences, for the test that they are necessary.
-
-    Attributes:
-        order: Ops in the plan's order.
-        saved: What the forward leaves to the backward; nothing for a whole step.
+    In an exact program every op stands alone, so that all plans have the same bits. Only a test omits the fences.
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False, fences: bool = True) -> None:
@@ -48,34 +40,21 @@ class PlannedProgram:
         self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact) if fences else set())
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """The results of the captured function.
-
-        Args:
-            arguments: Its flat arguments, tangents included.
-        """
+        """The results of the captured function for its flat arguments, tangents included."""
         count = 0 if self.capture.boundary is None else len(self.capture.boundary.tangents)
         given = len(arguments) - count
         results, saved = self.forward(arguments[:given])
         return [*results, *self.backward(saved, arguments[given:])]
 
     def forward(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The results of the forward and what it saves for the backward.
-
-        Args:
-            arguments: The arguments before the tangents.
-        """
+        """The results of the forward and what it saves for the backward, for the arguments before the tangents."""
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
         return [result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """The gradients: the results after those of the forward.
-
-        Args:
-            saved: What `forward` saved.
-            tangents: The tangents.
-        """
+        """The gradients, from what the forward saved: the results after those of the forward."""
         trace = self.capture.trace
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
         values = dict(zip((*self.saved.values, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
@@ -91,10 +70,11 @@ class PlannedProgram:
             self._compute(values, self.order[p])
 
     def _compute(self, values: dict[int, Any], op: int) -> None:
-        local = values
-        if self._exact and self.capture.members[op]:
-            local = values | behind_barriers(values, self.capture.inputs[op])
-        values.update(_computed(self.capture.members[op], self.capture.outputs[op], local))
+        read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
+        local: ChainMap[int, Any] = ChainMap({}, read, values)
+        for equation in self.capture.members[op]:
+            local.update(equation.computed(local))
+        values.update({v: local[v] for v in self.capture.outputs[op]})
 
     def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
         for op in stored.views:
@@ -148,15 +128,10 @@ class PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Values behind a fence, or that the backward is given.
+    """Values behind a fence, or that the backward is given."""
 
-    Attributes:
-        values: Values with bytes, without constants.
-        views: Ops whose results share the bytes of these, each after those that it reads.
-    """
-
-    values: tuple[int, ...]
-    views: tuple[int, ...]
+    values: tuple[int, ...]  # with bytes of their own, without constants
+    views: tuple[int, ...]  # ops whose results share the bytes of these, each after those that it reads
 
 
 def _views(capture: Capture) -> dict[int, tuple[int, int]]:
@@ -170,12 +145,10 @@ def _views(capture: Capture) -> dict[int, tuple[int, int]]:
 
 
 def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
-    """Positions at which a run of recomputations begins, or of computations that come later than in the program.
+    """Positions at which a run of recomputations begins, or, if delays count, of computations later than in the program.
 
-    Args:
-        order: Ops in the plan's order.
-        delayed: Whether first computations count too that the plan delays. XLA would compute them early and hold the results. But
-            more fences keep it from fusing what it could, which can take more bytes, and more time, than the delays save.
+    XLA would compute early what a plan delays, and hold the results. But more fences keep it from fusing what it could, which can
+    take more bytes, and more time, than the delays save.
     """
     seen: set[int] = set()
     found: set[int] = set()
@@ -201,13 +174,38 @@ def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
     values.update(zip(fenced, jax.lax.optimization_barrier(tuple(values[v] for v in fenced)), strict=True))
 
 
-def _computed(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
-    local: dict[int, Any] = {}
-    for equation in chain:
-        inputs = [local[v] if isinstance(v, int) and v in local else _read(values, v) for v in equation.inputs]
-        local.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
-    return {v: local[v] for v in outputs}
+def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
+    """Some values behind a barrier, so that XLA fuses what reads them with nothing before it.
+
+    There is one barrier for each set of axes of `jax.shard_map` along which values differ, as in `_fence`.
+    """
+    by_axes: dict[frozenset[str], list[int]] = {}
+    for v in numbers:
+        by_axes.setdefault(varying_axes(values[v]), []).append(v)
+    found: dict[int, Any] = {}
+    for some in by_axes.values():
+        found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
+    return found
 
 
-def _read(values: Mapping[int, Any], source: Source) -> Any:
-    return values[source] if isinstance(source, int) else source.val
+def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of nests of arrays that computes the same, each equation alone."""
+
+    def run(*arguments: Any) -> Any:
+        given, nest = jax.tree.flatten(arguments)
+        answer: Any = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal answer
+            leaves, answer = jax.tree.flatten(function(*jax.tree.unflatten(nest, arrays)))
+            return leaves
+
+        trace = trace_flat(flat, *given, checkpoints=False)
+        values = dict(zip(trace.arguments, given, strict=True)) | dict(trace.constants)
+        for equation in trace.equations:
+            values.update(equation.computed(behind_barriers(values, equation.read)))
+        numbers = dict.fromkeys(v for v in trace.results if isinstance(v, int))
+        values.update(behind_barriers(values, list(numbers)))
+        return jax.tree.unflatten(answer, [result(values, v) for v in trace.results])
+
+    return run

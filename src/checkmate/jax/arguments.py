@@ -1,7 +1,8 @@
-"""Arguments of a user's function, split into the arrays that are traced and everything else."""
+"""Arguments of a user's function: arrays, which are traced, modules of Flax NNX, which it changes in place, and the rest."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +17,11 @@ _HOLE = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """The arguments of one call. Numbers of Python, functions, strings and the like stay as they are: only arrays are traced.
+    """The arguments of one call. Numbers of Python, functions, strings and the like stay as they are: only arrays are traced."""
 
-    Attributes:
-        arrays: The arrays, tracers or `jax.ShapeDtypeStruct` among the leaves, in order.
-        rest: The leaves, with a hole for each array.
-        tree: The nest of positional and keyword arguments.
-    """
-
-    arrays: tuple[Any, ...]
-    rest: tuple[Any, ...]
-    tree: Any
+    arrays: tuple[Any, ...]  # arrays, tracers or `jax.ShapeDtypeStruct` among the leaves, in order
+    rest: tuple[Any, ...]  # the leaves, with a hole for each array
+    tree: Any  # the nest of positional and keyword arguments
 
     @classmethod
     def of(cls, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
@@ -46,21 +41,12 @@ class Arguments:
         return cls(arrays, tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves), tree)
 
     def called_with(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with other arrays.
-
-        Args:
-            arrays: One for each of `arrays`.
-        """
-        return jax.tree.unflatten(self.tree, filled(self.rest, arrays))
+        """Positional and keyword arguments with other arrays."""
+        return jax.tree.unflatten(self.tree, _filled(self.rest, arrays))
 
 
 class FlatFunction:
-    """A function of flat arrays that returns flat arrays; everything else that it returns is kept in `results`.
-
-    Args:
-        function: The user's function.
-        arguments: Arguments of one call.
-    """
+    """A user's function as one of flat arrays that returns flat arrays; everything else that it returns is kept in `results`."""
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self._function, self._arguments = function, arguments
@@ -75,12 +61,8 @@ class FlatFunction:
         return [leaf for leaf, rest in zip(leaves, self._rest, strict=True) if rest is _HOLE]
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """The results of the last trace, with some arrays in place of those that were traced.
-
-        Args:
-            arrays: The arrays among the results.
-        """
-        return jax.tree.unflatten(self._tree, filled(self._rest, arrays))
+        """The results of the last trace, with some arrays in place of those that were traced."""
+        return jax.tree.unflatten(self._tree, _filled(self._rest, arrays))
 
 
 def is_array(leaf: Any) -> bool:
@@ -88,12 +70,58 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def filled(rest: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Leaves whose holes are filled.
-
-    Args:
-        rest: The leaves.
-        arrays: An array for each hole.
-    """
+def _filled(rest: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     source = iter(arrays)
     return [next(source) if leaf is _HOLE else leaf for leaf in rest]
+
+
+def has_modules(arguments: Any) -> bool:
+    """Whether a nest has modules or variables of Flax NNX. A state that `nnx.split` returned is data, as for `jax.jit`."""
+    return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_whole)))
+
+
+def call_with_modules(
+    transformed: Callable[[Callable[..., Any]], Callable[..., Any]],
+    function: Callable[..., Any],
+    positional: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """Call a transformed function that changes modules among its arguments, and change the modules as it does.
+
+    Only what the function changes is a result of the transformed function: every result has a cotangent and a buffer.
+    """
+    from flax import nnx
+
+    leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)), is_leaf=_is_whole)
+    modules = [leaf for leaf in leaves if _is_module(leaf)]
+    others = [None if _is_module(leaf) else leaf for leaf in leaves]
+    # Split together, so that a variable that two modules share stays one.
+    definition, state = nnx.split(modules)
+
+    def pure(state: Any, others: Sequence[Any]) -> tuple[Any, Any]:
+        before = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(state)}  # the function may change them
+        inside = nnx.merge(definition, state)
+        remaining = iter(inside)
+        merged = [next(remaining) if _is_module(leaf) else other for leaf, other in zip(leaves, others, strict=True)]
+        arguments, named = jax.tree.unflatten(tree, merged)
+        result = function(*arguments, **named)
+        after = [(path, variable, jax.tree.leaves(variable)) for path, variable in nnx.to_flat_state(nnx.state(inside))]
+        changed = [(path, v) for path, v, new in after if list(map(id, new)) != list(map(id, before.get(path, ())))]
+        return result, nnx.from_flat_state(changed)
+
+    result, changed = transformed(pure)(state, others)
+    if jax.tree.leaves(changed):
+        nnx.update(modules, changed)
+    return result
+
+
+def _is_module(leaf: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(leaf, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.Optimizer))
+
+
+def _is_whole(leaf: Any) -> bool:
+    from flax import nnx
+
+    return _is_module(leaf) or isinstance(leaf, nnx.State)

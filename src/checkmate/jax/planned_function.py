@@ -5,45 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import GraphError, OptionError, PlanError
-from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.arguments import Arguments, FlatFunction
-from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
+from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
+from checkmate.jax.graph.capture import capture_trace
 from checkmate.jax.graph.op_properties import COLLECTIVES
-from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
-from checkmate.jax.measure.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.measure.compiled import warn_of_undone_fences
-from checkmate.jax.measure.profiler import cost_source
-from checkmate.jax.nnx_modules import call_with_modules, has_modules
+from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
+from checkmate.jax.profiler import cost_source
 from checkmate.solvers.session import Solver
 
 _log = logging.getLogger("checkmate.jax")
 
 
-class PlannedFunction:
+class PlannedFunction(Figures):
     """A function whose derivative runs a plan. Create one with `checkmate.jax.remat`.
 
-    A plan is made when the function is first differentiated for arguments of new shapes and types.
-
-    Args:
-        function: The function.
-        options: Which plans to look for.
-        costs: Where costs come from.
-        verify: Whether plans are compiled.
-        exact: Whether every op stands alone.
+    A plan is made when the function is first differentiated for arguments of new shapes and types; figures are of the newest one.
     """
 
     def __init__(
@@ -51,40 +38,8 @@ class PlannedFunction:
     ) -> None:
         self._function, self._options, self._verify, self._exact = function, options, verify, exact
         self._costs = cost_source(costs)
-        self._planned: dict[Any, Planned] = {}
-        self._last: Planned | None = None
+        self._by_key: dict[str, Planned] = {}
         functools.update_wrapper(self, function)
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the function and its derivative, as they were planned last."""
-        return self._newest.capture.graph
-
-    @property
-    def result(self) -> Result:
-        """The solver's result for the newest plan, with its proof."""
-        return self._newest.result
-
-    @property
-    def plan(self) -> Plan:
-        """The newest plan."""
-        return self._newest.result.plan
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget of the newest plan in bytes, or None."""
-        return self._newest.budget_bytes
-
-    @property
-    def temp_bytes(self) -> int | None:
-        """Bytes of temporary values of the function and its derivative as XLA compiled the newest plan; None if it was not."""
-        return self._newest.temp_bytes
-
-    @property
-    def _newest(self) -> Planned:
-        if self._last is None:
-            raise PlanError("nothing is planned yet", hint="call jax.value_and_grad of the function first")
-        return self._last
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         """Call the function; its derivative runs the plan.
@@ -117,73 +72,40 @@ class PlannedFunction:
         return flat.results(self._differentiable(pure)(*arrays))
 
     def _differentiable(self, pure: Pure) -> Callable[..., list[Any]]:
-        """A function with a derivative that runs a plan.
+        """A function of flat arrays, which closes over none, with a derivative that runs a plan."""
 
-        Args:
-            pure: A function of flat arrays that closes over none.
-        """
-
-        def forward(*primals: Any) -> tuple[list[Any], _Saved]:
+        def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
             wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
             program = self._program(pure, values, wanted)
-            results, saved = program.forward(values)
-            return results, _Saved(tuple(saved), program, wanted, len(values))
 
-        def backward(saved: _Saved, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-            tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]
-            gradients = saved.program.backward(saved.values, tangents)
-            by_argument = dict(zip(saved.wanted, gradients, strict=True))
-            return tuple(by_argument.get(i) for i in range(saved.arguments))
+            def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+                tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]
+                by_argument = dict(zip(wanted, program.backward(saved, tangents), strict=True))
+                return tuple(by_argument.get(i) for i in range(len(primals)))
+
+            results, saved = program.forward(values)
+            return results, jax.tree_util.Partial(backward, saved)
 
         differentiable = jax.custom_vjp(lambda *values: pure(*values))
-        differentiable.defvjp(forward, backward, symbolic_zeros=True)
+        differentiable.defvjp(forward, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True)
         return differentiable
 
     def _program(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
         trace, boundary = trace_pair(pure, values, wanted)
         captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
-        planned = self._plan(captured)
-        self._last = planned
+        collectives = sorted({e.kind for e in trace.equations if e.kind in COLLECTIVES})
+        compilation = Compilation(captured, exact=self._exact, verify=self._verify and not collectives)
+        key = compilation.key
+        if key not in self._by_key:
+            if self._verify and collectives:
+                _log.warning(
+                    "the function has collectives (%s): it is planned, and the plan is not compiled alone", ", ".join(collectives)
+                )
+            self._by_key[key] = planned_within(compilation, self._options)
+        self._planned = self._by_key[key]
         # The trace is of this call: its constants and tracers must not be those of an earlier one.
-        return PlannedProgram(captured, planned.result.plan, exact=self._exact)
-
-    def _plan(self, captured: Capture) -> Planned:
-        compilation = Compilation(captured, exact=self._exact) if self._verify else None
-        key = captured.graph.digest if compilation is None else compilation.store.key
-        if key not in self._planned:
-            if compilation is None or not _compiles_alone(captured):
-                planned = without_calibration(captured, self._options, exact=self._exact)
-            else:
-                planned = calibrate(captured, self._options, compilation)
-            if planned.result.overhead > 1:
-                warn_of_undone_fences()
-            self._planned[key] = planned
-        return self._planned[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Saved:
-    """Values that the forward of one derivative leaves to its backward.
-
-    Attributes:
-        values: Arrays.
-        program: The program of the derivative.
-        wanted: Positions of the arguments whose gradients it computes.
-        arguments: Number of arguments.
-    """
-
-    values: tuple[Any, ...]
-    program: PlannedProgram
-    wanted: tuple[int, ...]
-    arguments: int
-
-
-jax.tree_util.register_pytree_node(
-    _Saved,
-    lambda saved: (saved.values, (saved.program, saved.wanted, saved.arguments)),
-    lambda rest, values: _Saved(tuple(values), *rest),
-)
+        return PlannedProgram(captured, self._planned.result.plan, exact=self._exact)
 
 
 def remat(
@@ -240,14 +162,6 @@ def remat(
     if options.budget is None and options.plan is None and not exact:
         return function
     return PlannedFunction(function, options, costs, verify, exact)
-
-
-def _compiles_alone(captured: Capture) -> bool:
-    """Whether a captured function can be compiled outside of the transformations around it; the log tells if not."""
-    found = sorted({e.kind for chain in captured.members for e in chain if e.kind in COLLECTIVES})
-    if found:
-        _log.warning("the function has collectives (%s): it is planned, and the plan is not compiled alone", ", ".join(found))
-    return not found
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -3,67 +3,41 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.jax._compat import is_tracer
-from checkmate.jax.arguments import Arguments, FlatFunction
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.arguments import Arguments, FlatFunction, has_modules
+from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.graph.capture import Capture, capture_trace
-from checkmate.jax.graph.trace import trace_flat, type_bytes
-from checkmate.jax.measure.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.measure.compiled import warn_of_undone_fences
-from checkmate.jax.measure.profiler import cost_source
-from checkmate.jax.nnx_modules import has_modules
+from checkmate.jax.graph.trace import trace_flat
+from checkmate.jax.profiler import cost_source
 from checkmate.solvers.session import Solver
 
 
-class PlannedStep:
+class PlannedStep(Figures):
     """A step that runs its plan. Create one with `checkmate.jax.plan`, and pass it to `jax.jit` in place of the step."""
 
-    def __init__(self, step: Callable[..., Any], arguments: Arguments, flat: FlatFunction, planned: Planned) -> None:
-        self._arguments, self._flat, self._planned = arguments, flat, planned
-        self._program = planned.program
+    def __init__(
+        self, step: Callable[..., Any], arguments: Arguments, flat: FlatFunction, planned: Planned, program: PlannedProgram
+    ) -> None:
+        self._arguments, self._flat, self._planned, self._program = arguments, flat, planned, program
         functools.update_wrapper(self, step)
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the step."""
-        return self._planned.capture.graph
-
-    @property
-    def result(self) -> Result:
-        """The solver's result, with its proof: overhead, bound and gap."""
-        return self._planned.result
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self._planned.result.plan
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget in bytes, or None."""
-        return self._planned.budget_bytes
 
     @property
     def planned_temp_bytes(self) -> int:
         """Bytes of temporary values by the plan."""
         return self.result.peak_bytes - self.graph.resident_bytes
-
-    @property
-    def temp_bytes(self) -> int | None:
-        """Bytes of temporary values as XLA compiled the plan; None if it was not compiled."""
-        return self._planned.temp_bytes
 
     @property
     def peak_bytes(self) -> int | None:
@@ -143,13 +117,9 @@ def plan(
     """
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
-    if not verify:
-        planned = without_calibration(captured, options, exact=exact)
-    else:
-        planned = calibrate(captured, options, Compilation(captured, positions, exact=exact))
-    if planned.result.overhead > 1:
-        warn_of_undone_fences()
-    return PlannedStep(step, arguments, flat, planned)
+    planned = planned_within(Compilation(captured, positions, exact=exact, verify=verify), options)
+    program = PlannedProgram(captured, planned.result.plan, exact=exact)
+    return PlannedStep(step, arguments, flat, planned, program)
 
 
 def capture(
@@ -198,34 +168,21 @@ def _captured(
     with progress.shown("tracing the step"):
         arguments = Arguments.of(specs, {})
         flat = FlatFunction(step, arguments)
-        _refuse_tracers(arguments.arrays)
+        if any(map(is_tracer, arguments.arrays)):
+            raise GraphError(
+                "a whole step cannot be planned inside a transformation such as jax.jit or jax.grad",
+                hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; "
+                "inside a transformation use checkmate.jax.remat",
+            )
         trace = trace_flat(flat, *arguments.arrays)
-        counts = [len(Arguments.of((spec,), {}).arrays) for spec in specs]
-        starts = np.cumsum([0, *counts])
-        positions = tuple(p for number in donated for p in range(int(starts[number]), int(starts[number + 1])))
+        ends = list(itertools.accumulate((len(Arguments.of((spec,), {}).arrays) for spec in specs), initial=0))
+        positions = tuple(p for number in donated for p in range(ends[number], ends[number + 1]))
+        # A result takes over a donated buffer of the same shape and type.
         results = [trace.types[v] for v in trace.results if isinstance(v, int)]
-        donated_bytes = _reused_bytes([trace.types[trace.arguments[p]] for p in positions], results)
+        reused = Counter(_types(results)) & Counter(_types([trace.types[trace.arguments[p]] for p in positions]))
+        donated_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reused.elements())
         name = getattr(step, "__name__", "step")
         return arguments, flat, capture_trace(trace, source, name, donated_bytes=donated_bytes), positions
-
-
-def _reused_bytes(donated: Sequence[Any], results: Sequence[Any]) -> int:
-    """Bytes of the results that take over a donated buffer: JAX pairs buffers of the same shape and type."""
-    free = [(t.shape, t.dtype) for t in donated]
-    total = 0
-    for result in results:
-        if (result.shape, result.dtype) in free:
-            free.remove((result.shape, result.dtype))
-            total += type_bytes(result)
-    return total
-
-
-def _refuse_tracers(arrays: Sequence[Any]) -> None:
-    if any(is_tracer(array) for array in arrays):
-        raise GraphError(
-            "a whole step cannot be planned inside a transformation such as jax.jit or jax.grad",
-            hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; inside a transformation use checkmate.jax.remat",
-        )
 
 
 def _types(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -12,8 +12,7 @@ from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.result import NoPlan, Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.regions.blocks import Call, find_regions
-from checkmate.regions.schedule import Choice, Schedule
+from checkmate.regions.blocks import Call, Choice, Schedule, find_regions
 from checkmate.regions.search import leave_out_regions, save_modules, save_ops
 
 Save = Literal["ops", "modules", "nothing"]
@@ -115,17 +114,10 @@ def choose_policy(
     region_bytes: int = 0,
     time_limit_s: float = 30.0,
 ) -> RegionPolicy:
-    """Choose regions and what they save.
+    """Choose regions of a step without its optimizer, and what they save, to compare with a plan within the same budget.
 
-    Args:
-        graph: A step whose optimizer is not part of it.
-        budget_bytes: The budget, resident bytes included.
-        planned: The result of a solve of the same graph and budget.
-        save: What may be saved. ``"ops"``: single ops, in each region separately. ``"modules"``: the same modules in all regions.
-            ``"nothing"``: regions are checkpointed as a whole or not at all.
-        regions: Paths of modules with ``*`` and ``?``; by default the numbered layers.
-        region_bytes: Bytes that each checkpointed region holds in addition.
-        time_limit_s: Seconds for the search.
+    Saved are single ops, in each region separately, the same modules in all regions, or nothing. Regions are named by patterns,
+    as in `find_regions`, and each holds some bytes in addition.
 
     Raises:
         InfeasibleBudgetError: Even with all regions checkpointed and nothing saved the step exceeds the budget.

@@ -1,16 +1,21 @@
-"""Regions of a step that activation checkpointing can recompute: the ops of one module, as its forward runs them."""
+"""Regions of a step that activation checkpointing can recompute, and the plan that it runs with given regions and saved ops.
+
+A region has the ops of one module, as its forward runs them.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from checkmate.core.errors import GraphError, OptionError
-from checkmate.core.graph import BOUNDARY, Graph
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan, Step
+from checkmate.core.simulate import simulate
 from checkmate.studies.modules import module_of
 
 _NUMBERED = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")  # a path up to its first part that is a number
@@ -25,31 +30,16 @@ class Region:
 
     ``torch.utils.checkpoint`` runs a region again from its first op to the last one whose result its backward needs, as soon as
     the backward needs any of them. Ops that are not needed on the way are run again too.
-
-    Attributes:
-        name: Path of the module.
-        forward: All of its ops in the forward.
-        ops: The ops that are run again, in the order of the program.
-        calls: Kind and occurrence of each of these.
-        modules: Path of the module of each, relative to the region; ``""`` for the region's own ops.
-        backward: Ops of the backward that read results of the region; the first of them starts the recomputation.
-        needed: Values of the region that its backward reads.
-        refusal: Why the region cannot be recomputed; ``""`` if it can.
     """
 
-    name: str
-    forward: tuple[int, ...]
-    ops: tuple[int, ...]
-    calls: tuple[Call, ...]
-    modules: tuple[str, ...]
-    backward: frozenset[int]
-    needed: frozenset[int]
-    refusal: str
-
-    @property
-    def last(self) -> int:
-        """The op after which the forward of the module returns."""
-        return self.forward[-1]
+    name: str  # path of the module
+    forward: tuple[int, ...]  # all of its ops in the forward; after the last one it returns
+    ops: tuple[int, ...]  # those that are run again, in the order of the program
+    calls: tuple[Call, ...]  # kind and occurrence of each of these
+    modules: tuple[str, ...]  # path of the module of each, relative to the region; "" for the region's own ops
+    backward: frozenset[int]  # ops that read results of the region; the first of them starts the recomputation
+    needed: frozenset[int]  # values of the region that its backward reads
+    refusal: str  # why the region cannot be recomputed; "" if it can
 
     @cached_property
     def call_of(self) -> dict[int, Call]:
@@ -58,22 +48,16 @@ class Region:
 
 
 def find_regions(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[Region, ...]:
-    """The regions of a step, in the order of the program.
+    """The regions of a step, in the order of the program; the ops have module paths in `Op.source`.
 
-    Args:
-        graph: A step whose ops have module paths in `Op.source` and whose optimizer is not part of it.
-        patterns: Paths of modules, with ``*`` and ``?``, such as ``"layers.*"``, where ``*`` does not match a dot. By default the
-            outermost modules with a number for a name that have siblings: the layers of a transformer.
-
-    Raises:
-        OptionError: No module has such a path.
-        GraphError: The graph has no boundary between forward and backward.
+    Patterns are paths of modules, with ``*`` and ``?``, such as ``"layers.*"``, where ``*`` does not match a dot. By default
+    regions are the outermost modules with a number for a name that have siblings: the layers of a transformer.
     """
-    boundary = next((o for o, op in enumerate(graph.ops) if op.kind == BOUNDARY), None)
+    boundary = graph.boundary
     if boundary is None:
         raise GraphError(
             "the graph has no boundary between forward and backward, as a whole step with its optimizer",
-            hint="capture the step with whole=False",
+            hint="capture the step of a plain loop: checkmate capture --plain-loop, or checkmate.torch.capture(..., whole=False)",
         )
     paths = [module_of(op.source) for op in graph.ops]
     names = _numbered(paths[:boundary]) if patterns is None else _matching(paths[:boundary], patterns)
@@ -138,3 +122,75 @@ def _region(graph: Graph, name: str, inside: Sequence[str], paths: Sequence[str]
         needed=needed,
         refusal="" if once is None else f"`{once.name}` ({once.kind}) must run once",
     )
+
+
+Choice = Mapping[Region, frozenset[int]]
+"""The checkpointed regions, each with the ops that it saves. Regions that are not here keep what autograd saves."""
+
+
+class Schedule:
+    """Plans, peaks and costs of choices on one graph. The saved random state takes some bytes for each checkpointed region."""
+
+    def __init__(self, graph: Graph, regions: Sequence[Region], region_bytes: int = 0) -> None:
+        self.graph, self.regions, self.region_bytes = graph, regions, region_bytes
+        assert graph.boundary is not None
+        self._boundary = graph.boundary
+        self._region_of = {o: region for region in regions for o in region.backward}
+        self._maker = {o: region for region in regions for o in region.forward}
+        self._known: dict[frozenset[tuple[Region, frozenset[int]]], int] = {}
+
+    def cost(self, choice: Choice) -> int:
+        """Cost of the recomputations of a choice."""
+        ops = self.graph.ops
+        return sum(ops[o].cost for region, saved in choice.items() for o in region.ops if o not in saved)
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice: each region is run again before the first op of the backward that needs any of it."""
+        order = list(range(self._boundary + 1))
+        again: dict[Region, tuple[int, int]] = {}  # first and last position of the recomputation
+        for o in range(self._boundary + 1, len(self.graph.ops)):
+            region = self._region_of.get(o)
+            if region is not None and region in choice and region not in again:
+                recomputed = [p for p in region.ops if p not in choice[region]]
+                again[region] = (len(order), len(order) + len(recomputed) - 1)
+                order += recomputed
+            order.append(o)
+        return self._with_late_frees(Plan.from_order(self.graph, order), choice, again)
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """Peak of a choice."""
+        key = frozenset(choice.items())
+        if key not in self._known:
+            peak = simulate(self.graph, self.plan(choice)).peak_bytes
+            self._known[key] = peak + self.region_bytes * len(choice)
+        return self._known[key]
+
+    def _with_late_frees(self, plan: Plan, choice: Choice, again: Mapping[Region, tuple[int, int]]) -> Plan:
+        """Free later what a checkpointed region frees later than its last read.
+
+        Results of saved ops are held until the recomputation is over, also those that no recomputed op reads. Every value of a
+        region is held until the forward of the module returns, and again until the recomputation is over: a variable of the
+        forward may hold it.
+        """
+        saved = {o for region, ops in choice.items() if region in again for o in ops}
+        late: dict[int, list[Step]] = {}
+        steps: list[Step] = []
+        position = -1
+        for step in plan.steps:
+            if isinstance(step, Compute):
+                steps += late.pop(position, ())
+                position += 1
+                steps.append(step)
+                continue
+            producer = self.graph.producer[step.value]
+            region = self._maker.get(producer)
+            until = position
+            if region is not None and position <= self._boundary:
+                until = again[region][1] if producer in saved else max(position, region.forward[-1])
+            elif region is not None and region in again and again[region][0] <= position:
+                until = max(position, again[region][1])
+            if until > position:
+                late.setdefault(until, []).append(step)
+            else:
+                steps.append(step)
+        return Plan((*steps, *(step for rest in late.values() for step in rest)), plan.graph_digest)

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkmate.core.plan import Plan
-from checkmate.regions.blocks import Region
-from checkmate.regions.schedule import Choice, Schedule
-
-_MOST_NAMES = 20
-"""Modules whose subsets are searched exactly, the most costly ones: the first subset that fits is found among 2**20."""
+from checkmate.regions.blocks import Choice, Region, Schedule
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Ops that are saved together.
-
-    Attributes:
-        region: The region.
-        ops: The ops; empty to leave the region without checkpointing.
-        cost: Cost of their recomputation.
-        size_bytes: Bytes of their results.
-    """
+    """Ops of a region that are saved together; none leaves the region without checkpointing."""
 
     region: Region
     ops: frozenset[int]
-    cost: int
-    size_bytes: int
+    cost: int  # of their recomputation
+    size_bytes: int  # of their results
 
     @property
     def ratio(self) -> float:
@@ -38,55 +28,43 @@ class Unit:
 
 
 def save_ops(schedule: Schedule, budget_bytes: int, plan: Plan | None, until: float) -> Choice | None:
-    """Choose ops in each region separately. None if no choice was found that keeps the budget.
+    """Choose ops in each region separately, until ``time.perf_counter()``. None if no choice was found that keeps the budget.
 
     Ops are taken in the order of the cost that each byte saves, as long as the peak keeps the budget; then some are exchanged
     for others. A second start takes the ops that a plan computes once, and the better result counts.
-
-    Args:
-        schedule: The step.
-        budget_bytes: The budget.
-        plan: A plan of the graph to start from as well.
-        until: Value of ``time.perf_counter()`` at which the search ends.
     """
     units = [unit for region in schedule.regions for unit in (*_op_units(schedule, region), _without(schedule, region))]
-    starts: list[list[Unit]] = [[]]
-    if plan is not None:
-        once = _computed_once(plan)
-        starts.append([unit for unit in units if unit.ops and unit.ops <= once])
-    return _best_of(schedule, units, starts, budget_bytes, until)
+    search = _Exchange(schedule, units, budget_bytes)
+    if plan is None:
+        return search.improved([], until)
+    times = Counter(plan.order)
+    once = [unit for unit in units if unit.ops and all(times[o] == 1 for o in unit.ops)]
+    found = [search.improved([], (time.perf_counter() + until) / 2), search.improved(once, until)]
+    return min((choice for choice in found if choice is not None), key=schedule.cost, default=None)
 
 
 def leave_out_regions(schedule: Schedule, budget_bytes: int, until: float) -> Choice | None:
     """Choose which regions are checkpointed, without saving any op in them. Arguments and result as for `save_ops`."""
     units = [_without(schedule, region) for region in schedule.regions]
-    return _best_of(schedule, units, [[]], budget_bytes, until)
+    return _Exchange(schedule, units, budget_bytes).improved([], until)
 
 
 def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[Choice, tuple[str, ...]] | None:
-    """Choose modules whose ops are saved, the same in all regions, and exactly: the cheapest set that keeps the budget.
+    """The cheapest choice of modules, relative to each region, whose ops are saved in all regions; None if none keeps the budget.
 
     Sets are tried in the order of their cost until one keeps the budget, or the time is over; then it is the best one found by
     adding one module after the other.
-
-    Args:
-        schedule: The step.
-        budget_bytes: The budget.
-        until: Value of ``time.perf_counter()`` at which the search ends.
-
-    Returns:
-        The choice, and the modules relative to each region; None if none keeps the budget.
     """
     units = _module_units(schedule)
 
     def choice_of(names: Iterable[str]) -> Choice:
-        taken = [unit for name in names for unit in units[name]]
-        return {r: frozenset(o for u in taken if u.region is r for o in u.ops) for r in schedule.regions}
+        return _choice(schedule, (unit for name in names for unit in units[name]))
 
     if schedule.peak_bytes(choice_of(())) > budget_bytes:
         return None
     cost = {name: sum(unit.cost for unit in found) for name, found in units.items()}
-    names = sorted((name for name in units if cost[name]), key=lambda name: (cost[name], name))[-_MOST_NAMES:]
+    # The first set that fits is found among 2**20 at most, of the most costly modules.
+    names = sorted((name for name in units if cost[name]), key=lambda name: (cost[name], name))[-20:]
     # Sets of modules that are left out, by their cost: after one comes that with its last module replaced by the next
     # more costly one, and that with the next one added, so that every set is made once (Lawler 1972).
     heap: list[tuple[int, tuple[int, ...]]] = [(0, ())]
@@ -108,42 +86,50 @@ def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[C
     return choice_of(greedy), tuple(sorted(greedy))
 
 
-def _best_of(
-    schedule: Schedule, units: Sequence[Unit], starts: Sequence[Sequence[Unit]], budget_bytes: int, until: float
-) -> Choice | None:
-    found: list[Choice | None] = []
-    for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
-        share_s = (until - time.perf_counter()) / left
-        found.append(_improved(schedule, units, start, budget_bytes, time.perf_counter() + share_s))
-    return min((choice for choice in found if choice is not None), key=schedule.cost, default=None)
+@dataclass(frozen=True)
+class _Exchange:
+    """A local search for the units to save: units that save more cost for each byte first, then others in place of each."""
 
+    schedule: Schedule
+    units: Sequence[Unit]
+    budget_bytes: int
 
-def _improved(schedule: Schedule, units: Sequence[Unit], start: Sequence[Unit], budget_bytes: int, until: float) -> Choice | None:
-    def fits(taken: Iterable[Unit]) -> bool:
-        return schedule.peak_bytes(_choice(schedule, taken)) <= budget_bytes
+    def improved(self, start: Sequence[Unit], until: float) -> Choice | None:
+        """The best choice found from a start, of which as much is taken as fits."""
+        begun = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), self._fits)
+        if begun is None:
+            return None
+        others = sorted((unit for unit in self.units if unit not in begun and unit.cost), key=lambda unit: -unit.ratio)
+        more = _longest_prefix(others, lambda added: self._fits([*begun, *added])) or []
+        taken = self._filled([*begun, *more], others[len(more) :], until)
+        better = True
+        while better:
+            better = False
+            for unit in sorted(taken, key=lambda unit: unit.ratio):
+                if time.perf_counter() >= until:
+                    break
+                rest = [other for other in taken if other is not unit]
+                outside = [other for other in self.units if other not in taken and other.cost]
+                changed = self._filled(rest, sorted(outside, key=lambda other: -other.cost), until)
+                if self._cost(changed) < self._cost(taken):
+                    taken, better = changed, True
+        return _choice(self.schedule, taken)
 
-    def cost(taken: Iterable[Unit]) -> int:
-        return schedule.cost(_choice(schedule, taken))
-
-    begun = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), fits)
-    if begun is None:
-        return None
-    taken = begun
-    others = sorted((unit for unit in units if unit not in taken and unit.cost), key=lambda unit: -unit.ratio)
-    more = _longest_prefix(others, lambda added: fits([*begun, *added])) or []
-    taken = _filled([*begun, *more], others[len(more) :], fits, until)
-    better = True
-    while better and time.perf_counter() < until:
-        better = False
-        for unit in sorted(taken, key=lambda unit: unit.ratio):
+    def _filled(self, taken: Sequence[Unit], others: Iterable[Unit], until: float) -> list[Unit]:
+        """Units with each other one that still fits, one after the other."""
+        found = list(taken)
+        for unit in others:
             if time.perf_counter() >= until:
                 break
-            rest = [other for other in taken if other is not unit]
-            outside = sorted((other for other in units if other not in taken and other.cost), key=lambda other: -other.cost)
-            changed = _filled(rest, outside, fits, until)
-            if cost(changed) < cost(taken):
-                taken, better = changed, True
-    return _choice(schedule, taken)
+            if self._fits([*found, unit]):
+                found.append(unit)
+        return found
+
+    def _fits(self, taken: Sequence[Unit]) -> bool:
+        return self.schedule.peak_bytes(_choice(self.schedule, taken)) <= self.budget_bytes
+
+    def _cost(self, taken: Sequence[Unit]) -> int:
+        return self.schedule.cost(_choice(self.schedule, taken))
 
 
 def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool]) -> list[Unit] | None:
@@ -157,25 +143,14 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
     return list(units[:low])
 
 
-def _filled(taken: Sequence[Unit], others: Iterable[Unit], fits: Callable[[Sequence[Unit]], bool], until: float) -> list[Unit]:
-    """Add each other unit that still fits, one after the other."""
-    found = list(taken)
-    for unit in others:
-        if time.perf_counter() >= until:
-            break
-        if fits([*found, unit]):
-            found.append(unit)
-    return found
-
-
 def _choice(schedule: Schedule, taken: Iterable[Unit]) -> Choice:
-    saved: dict[Region, set[int]] = {region: set() for region in schedule.regions}
+    saved: dict[Region, frozenset[int]] = {region: frozenset() for region in schedule.regions}
     for unit in taken:
         if not unit.ops:
             saved.pop(unit.region, None)
         elif unit.region in saved:
             saved[unit.region] |= unit.ops
-    return {region: frozenset(ops) for region, ops in saved.items()}
+    return saved
 
 
 def _op_units(schedule: Schedule, region: Region) -> list[Unit]:
@@ -184,8 +159,7 @@ def _op_units(schedule: Schedule, region: Region) -> list[Unit]:
     A saved op is not run again and draws no random numbers: every random op after it would draw others than in the forward, and
     the gradients would be wrong without any error. So all random ops of a region are saved, or none.
     """
-    ops = schedule.graph.ops
-    random = frozenset(o for o in region.ops if ops[o].replay_bytes)
+    random = frozenset(o for o in region.ops if schedule.graph.ops[o].replay_bytes)
     groups = [frozenset((o,)) for o in region.ops if o not in random and _bytes(schedule, o)]
     return [_unit(schedule, region, group) for group in (*groups, random) if group]
 
@@ -197,9 +171,8 @@ def _module_units(schedule: Schedule) -> dict[str, list[Unit]]:
     for region in schedule.regions:
         random = {o for o in region.ops if schedule.graph.ops[o].replay_bytes}
         for name in dict.fromkeys(region.modules):
-            ops = frozenset(
-                o for o, module in zip(region.ops, region.modules, strict=True) if module == name and _bytes(schedule, o)
-            )
+            inside = (o for o, module in zip(region.ops, region.modules, strict=True) if module == name)
+            ops = frozenset(o for o in inside if _bytes(schedule, o))
             if name and ops and not (random & ops and random - ops):
                 found.setdefault(name, []).append(_unit(schedule, region, ops))
             else:
@@ -210,7 +183,7 @@ def _module_units(schedule: Schedule) -> dict[str, list[Unit]]:
 def _without(schedule: Schedule, region: Region) -> Unit:
     """The unit that leaves a region without checkpointing: autograd keeps what the backward needs."""
     graph = schedule.graph
-    storages = {_storage(schedule, v) for v in region.needed}
+    storages = {graph.root[v] for v in region.needed}
     cost = sum(graph.ops[o].cost for o in region.ops)
     return Unit(region, frozenset(), cost, sum(graph.values[v].size_bytes for v in storages))
 
@@ -223,17 +196,3 @@ def _unit(schedule: Schedule, region: Region, ops: frozenset[int]) -> Unit:
 def _bytes(schedule: Schedule, o: int) -> int:
     """Bytes that an op allocates for its results. A view is never saved: it would hold the storage of another op."""
     return sum(schedule.graph.values[v].size_bytes for v in schedule.graph.ops[o].outputs)
-
-
-def _storage(schedule: Schedule, value: int) -> int:
-    while (base := schedule.graph.values[value].base) is not None:
-        value = base
-    return value
-
-
-def _computed_once(plan: Plan) -> set[int]:
-    seen: set[int] = set()
-    again: set[int] = set()
-    for o in plan.order:
-        (again if o in seen else seen).add(o)
-    return seen - again

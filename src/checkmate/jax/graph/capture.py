@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import scopes_of, source_of
 from checkmate.jax.graph.op_properties import BROADCASTS, FUSED, REDUCTIONS, has_effects, is_view, workspace_bytes
-from checkmate.jax.graph.trace import Equation, Trace, types_from_outside
+from checkmate.jax.graph.trace import Boundary, Equation, Trace, types_from_outside
 
-Costs = Callable[[Sequence[tuple[Equation, ...]], Trace], Sequence[OpCost]]
+Costs = Callable[[Sequence[tuple[Equation, ...]]], Sequence[OpCost]]
 """Gives the cost of each of several ops, each the equations of one loop."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A graph together with the trace that it describes.
-
-    Attributes:
-        graph: The graph to plan.
-        trace: The trace.
-        members: Equations of each op, in order; none of the boundary. Shape ``[op]`` of tuples.
-        outputs: Numbers of the values of the trace that each op makes. Shape ``[op]`` of tuples.
-        inputs: Numbers of the values that each op reads, arguments and constants included. Shape ``[op]`` of tuples.
-        boundary: Where forward and backward meet; None for a whole step.
-    """
+    """A graph together with the trace that it describes; tuples of tuples have one for each op."""
 
     graph: Graph
     trace: Trace
-    members: tuple[tuple[Equation, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-    inputs: tuple[tuple[int, ...], ...]
-    boundary: Boundary | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boundary:
-    """Where forward and backward of a trace meet.
-
-    Attributes:
-        results: What the forward returns: the first results of the trace.
-        tangents: Arguments of the trace that only the backward is given.
-    """
-
-    results: int
-    tangents: tuple[int, ...]
+    members: tuple[tuple[Equation, ...], ...]  # equations, in order; none of the boundary
+    outputs: tuple[tuple[int, ...], ...]  # numbers of the values of the trace that an op makes
+    inputs: tuple[tuple[int, ...], ...]  # numbers of the values that it reads, arguments and constants included
+    boundary: Boundary | None  # where forward and backward meet; None for a whole step
 
 
 def capture_trace(
@@ -54,14 +32,8 @@ def capture_trace(
 ) -> Capture:
     """The graph of a traced function.
 
-    XLA allocates arguments and results before a program runs, so that both are resident and results take no bytes of their own.
-
-    Args:
-        trace: The trace.
-        costs: Gives the cost of each op.
-        name: Name of the graph.
-        boundary: Where forward and backward meet; None for a whole step.
-        donated_bytes: Bytes of results that reuse the buffers of arguments.
+    XLA allocates arguments and results before a program runs, so that both are resident and results take no bytes of their own,
+    less those that reuse the buffers of donated arguments. Without a boundary it is a whole step.
     """
     return _Builder(trace, boundary).build(costs, name, donated_bytes)
 
@@ -76,26 +48,27 @@ class _Builder:
 
     def build(self, costs: Costs, name: str, donated_bytes: int) -> Capture:
         members = self._chains()
-        phases: list[Phase] = [self.phases[id(chain[-1])] for chain in members]
-        measures = list(costs(members, self.trace))
-        reads = [tuple(types_from_outside(chain)) for chain in members]
-        writes = [chain[-1].outputs for chain in members]
+        measured = iter(costs(members))
+        reads, writes = [tuple(types_from_outside(chain)) for chain in members], [chain[-1].outputs for chain in members]
+        tangents: tuple[int, ...] = ()
         if self.boundary is not None:
-            at = sum(phase == "forward" for phase in phases)
-            forward = (v for v in self.trace.results[: self.boundary.results] if isinstance(v, int))
+            at, tangents = sum(self._phase(chain) == "forward" for chain in members), self.boundary.tangents
             members.insert(at, ())
-            phases.insert(at, "loss")
-            measures.insert(at, OpCost(0, 0))
-            reads.insert(at, tuple(dict.fromkeys(forward)))
-            writes.insert(at, self.boundary.tangents)
+            reads.insert(at, tuple(dict.fromkeys(v for v in self.trace.results[: self.boundary.results] if isinstance(v, int))))
+            writes.insert(at, tangents)
         values, number = self._values(members, writes)
         ops = [
-            self._op(chain, phase, measure, [number[v] for v in read if v in number], [number[v] for v in written])
-            for chain, phase, measure, read, written in zip(members, phases, measures, reads, writes, strict=True)
+            self._op(chain, measured, tuple(number[v] for v in read if v in number), tuple(number[v] for v in written))
+            for chain, read, written in zip(members, reads, writes, strict=True)
         ]
-        resident = self._resident_bytes() - donated_bytes
-        graph = Graph(tuple(ops), tuple(values), resident_bytes=resident, name=name)
+        # Arguments, constants and results; tangents are values of the graph.
+        resident = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
+        resident_bytes = sum(map(self.trace.size_bytes, resident)) - donated_bytes
+        graph = Graph(tuple(ops), tuple(values), resident_bytes=resident_bytes, name=name)
         return Capture(graph, self.trace, tuple(members), tuple(writes), tuple(reads), self.boundary)
+
+    def _phase(self, chain: Sequence[Equation]) -> Phase:
+        return self.phases[id(chain[-1])]
 
     def _chains(self) -> list[tuple[Equation, ...]]:
         """The equations of each op, forward first where there is a boundary, else in the order of their last equations."""
@@ -111,10 +84,8 @@ class _Builder:
         for i, equation in enumerate(equations):
             for head in heads[i]:
                 chains.setdefault(head, []).append(equation)
-        order = sorted(chains)
-        if self.boundary is not None:
-            order.sort(key=lambda head: self.phases[id(equations[head])] != "forward")
-        return [tuple(chains[head]) for head in order]
+        found = [tuple(chains[head]) for head in sorted(chains)]
+        return found if self.boundary is None else sorted(found, key=lambda chain: self._phase(chain) != "forward")
 
     def _heads(self, i: int, readers: Mapping[int, Sequence[int]], heads: Sequence[set[int]]) -> set[int]:
         """The chains that fuse an equation; none if its output is stored."""
@@ -125,13 +96,11 @@ class _Builder:
         if not all(equations[r].kind in FUSED | REDUCTIONS and not has_effects(equations[r]) for r in used):
             return set()
         ends = {head for r in used for head in heads[r]}
-        if equation.kind in BROADCASTS and self._smaller_input(equation):
+        smaller = 2 * sum(map(self.trace.size_bytes, equation.read)) <= self.trace.size_bytes(equation.outputs[0])
+        if equation.kind in BROADCASTS and smaller:
             return ends
         same_side = all(self.phases[id(equations[end])] == self.phases[id(equation)] for end in ends)
         return ends if len(ends) == 1 and same_side else set()
-
-    def _smaller_input(self, equation: Equation) -> bool:
-        return 2 * sum(map(self.trace.size_bytes, equation.read)) <= self.trace.size_bytes(equation.outputs[0])
 
     def _bases(self, value: int) -> Iterator[int]:
         """A value and those whose buffer it shares."""
@@ -156,27 +125,21 @@ class _Builder:
                 values.append(Value(str(self.trace.types[v]), size, base, kept=v in self.results))
         return values, number
 
-    def _op(self, chain: Sequence[Equation], phase: Phase, measure: OpCost, inputs: Iterable[int], outputs: Iterable[int]) -> Op:
+    def _op(self, chain: Sequence[Equation], measured: Iterator[OpCost], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         if not chain:
-            return Op(BOUNDARY, tuple(inputs), tuple(outputs), 0, recomputable=False, phase="loss", kind=BOUNDARY)
-        last = chain[-1]
+            return Op(BOUNDARY, inputs, outputs, 0, recomputable=False, phase="loss", kind=BOUNDARY)
+        last, measure = chain[-1], next(measured)
         return Op(
             name=_name(chain),
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
+            inputs=inputs,
+            outputs=outputs,
             cost=measure.cost_ns,
             workspace_bytes=max(measure.workspace_bytes, workspace_bytes(last.eqn)),
             recomputable=not any(map(has_effects, chain)),
-            phase=phase,
+            phase=self._phase(chain),
             kind=last.kind,
             source=source_of(last.eqn),
         )
-
-    def _resident_bytes(self) -> int:
-        """Bytes of arguments, constants and results, without those of tangents, which are values of the graph."""
-        tangents = () if self.boundary is None else self.boundary.tangents
-        there = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
-        return sum(map(self.trace.size_bytes, there))
 
 
 def _name(chain: Sequence[Equation]) -> str:
@@ -187,12 +150,7 @@ def _name(chain: Sequence[Equation]) -> str:
 
 
 def phases_of_pair(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
-    """Phase of each equation by its identity: backward if it depends on a tangent.
-
-    Args:
-        trace: A function together with its derivative.
-        boundary: Where they meet.
-    """
+    """Phase of each equation of a function and its derivative, by its identity: backward if it depends on a tangent."""
     late = set(boundary.tangents)
     phases: dict[int, Phase] = {}
     for equation in trace.equations:

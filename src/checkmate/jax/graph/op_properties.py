@@ -39,27 +39,13 @@ FUSED = POINTWISE | MOVES | BROADCASTS
 """Primitives that XLA fuses into the loop that reads them, so that their output is never stored if one loop reads it."""
 
 COLLECTIVES = frozenset(
-    {
-        "all_gather",
-        "all_to_all",
-        "axis_index",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "pvary",
-    }
-    | {"all_gather_invariant", "psum_scatter", "pcast", "reduce_scatter"}
+    {"all_gather", "all_gather_invariant", "all_to_all", "axis_index", "pbroadcast", "pcast", "pmax", "pmin", "ppermute"}
+    | {"psum", "psum2", "psum_invariant", "psum_scatter", "pvary", "reduce_scatter"}
 )
 """Primitives that need a named axis around them."""
 
-_LOOPS = frozenset({"scan", "while"})
 
-
-def bodies(eqn: Any) -> Iterator[Any]:
+def _bodies(eqn: Any) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation, opened."""
     for parameter in eqn.params.values():
         for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
@@ -70,10 +56,9 @@ def bodies(eqn: Any) -> Iterator[Any]:
 def workspace_bytes(eqn: Any) -> int:
     """Bytes that the bodies of an equation need above their arguments, if every value is freed after its last reader.
 
-    Args:
-        eqn: An equation as JAX traced it. Branches need the largest of them; a loop needs those of one iteration.
+    Branches need the largest of them; a loop needs those of one iteration.
     """
-    return max((peak_bytes(body) for body in bodies(eqn)), default=0)
+    return max((peak_bytes(body) for body in _bodies(eqn)), default=0)
 
 
 def flops(eqn: Any) -> int:
@@ -86,17 +71,17 @@ def flops(eqn: Any) -> int:
     if name == "conv_general_dilated":
         kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
         return 2 * _elements(eqn) * math.prod(kernel[d] for d in spec[1:])
-    inside = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
+    inside = [sum(map(flops, body.eqns)) for body in _bodies(eqn)]
     if inside:
-        return max(inside) * _iterations(eqn)
+        return max(inside) * params.get("length", 1)
     return _elements(eqn) if name in POINTWISE | REDUCTIONS else 0
 
 
 def moved_bytes(eqn: Any) -> int:
     """Bytes that an equation reads and writes; of a loop, those of all iterations."""
-    inside = [sum(map(moved_bytes, body.eqns)) for body in bodies(eqn)]
+    inside = [sum(map(moved_bytes, body.eqns)) for body in _bodies(eqn)]
     own = sum(type_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
-    return max([own, *(i * _iterations(eqn) for i in inside)])
+    return max([own, *(i * eqn.params.get("length", 1) for i in inside)])
 
 
 def has_effects(equation: Equation) -> bool:
@@ -105,12 +90,7 @@ def has_effects(equation: Equation) -> bool:
 
 
 def is_view(equation: Equation, producers: Mapping[int, Equation]) -> bool:
-    """Whether XLA gives the output of an equation the buffer of its input.
-
-    Args:
-        equation: The equation.
-        producers: The equation that makes each value; none for arguments and constants.
-    """
+    """Whether XLA gives the output of an equation the buffer of its input, given the equation that makes each value."""
     if len(equation.read) != 1:
         return False
     # XLA computes the transpose of a product of matrices as the product of their transposes.
@@ -119,21 +99,13 @@ def is_view(equation: Equation, producers: Mapping[int, Equation]) -> bool:
     return equation.kind in VIEWS or folded
 
 
-def _iterations(eqn: Any) -> int:
-    return eqn.params.get("length", 1) if eqn.primitive.name in _LOOPS else 1
-
-
 def _elements(eqn: Any) -> int:
     arrays = eqn.invars if eqn.primitive.name in REDUCTIONS else eqn.outvars
     return sum(math.prod(v.aval.shape) for v in arrays if hasattr(v.aval, "shape"))
 
 
 def peak_bytes(jaxpr: Any) -> int:
-    """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing.
-
-    Args:
-        jaxpr: A jaxpr, opened.
-    """
+    """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing."""
     same: dict[Any, Any] = {}  # what comes out of a barrier has the bytes of what goes in
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":

@@ -1,4 +1,4 @@
-"""A traced function as one flat list of equations, with calls inlined and without what no result needs."""
+"""A traced function, alone or with its derivative: a flat list of equations, with calls inlined, without what no result needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, opened
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that has it."""
@@ -22,18 +23,15 @@ _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
 Source = int | Literal
 """Input of an equation: a value by its number, or a constant that is written in the equation."""
 
+Pure = Callable[..., list[Any]]
+"""A function of flat arrays that closes over none."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """One equation of a trace.
+    """One equation of a trace, by the numbers of its values."""
 
-    Attributes:
-        eqn: The equation as JAX traced it; its own variables are not used.
-        inputs: What it reads.
-        outputs: Numbers of the values that it writes.
-    """
-
-    eqn: Any
+    eqn: Any  # as JAX traced it; its own variables are not used
     inputs: tuple[Source, ...]
     outputs: tuple[int, ...]
 
@@ -67,59 +65,105 @@ def types_from_outside(chain: Sequence[Equation]) -> dict[int, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A traced function. Its values are numbered; each is an argument, a constant or an output of one equation.
-
-    Attributes:
-        arguments: Numbers of the flat arguments.
-        constants: Constants by their numbers.
-        equations: The equations, in an order in which they can run.
-        results: What the function returns, flat.
-        types: Shape and type of each value.
-    """
+    """A traced function. Its values are numbered; each is an argument, a constant or an output of one equation."""
 
     arguments: tuple[int, ...]
-    constants: Mapping[int, Any]
-    equations: tuple[Equation, ...]
+    constants: Mapping[int, Any]  # by their numbers
+    equations: tuple[Equation, ...]  # in an order in which they can run
     results: tuple[Source, ...]
-    types: Sequence[Any]
+    types: Sequence[Any]  # shape and type of each value
 
     def size_bytes(self, value: int) -> int:
         """Bytes of a value."""
         return type_bytes(self.types[value])
 
 
-def trace_flat(function: Callable[..., Any], *arguments: Any) -> Trace:
-    """Trace a function and flatten the result.
-
-    Args:
-        function: A function of arrays and nests of arrays.
-        arguments: Arrays, tracers, or `jax.ShapeDtypeStruct`, in the same nests.
-    """
-    return flattened(jax.make_jaxpr(function)(*arguments))
+def trace_flat(function: Callable[..., Any], *arguments: Any, checkpoints: bool = True) -> Trace:
+    """Trace a function of nests of arrays, tracers or `jax.ShapeDtypeStruct`, and flatten the result, as `flattened` does."""
+    return flattened(jax.make_jaxpr(function)(*arguments), checkpoints=checkpoints)
 
 
-def flattened(closed: Any, *, differentiable: bool = False) -> Trace:
+def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = True) -> Trace:
     """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs, and each but once.
 
-    Args:
-        closed: A jaxpr, as `jax.make_jaxpr` returns it.
-        differentiable: Whether calls of functions with a derivative of the user's stay calls. They are inlined by default,
-            because derivatives are taken before a function is traced.
+    Calls of functions with a derivative of the user's stay calls if the trace is differentiated later; what `jax.checkpoint`
+    computes again is one equation unless checkpoints are not to be kept.
     """
-    flattener = _Flattener(_CALLS if differentiable else _CALLS | _WITH_RULES)
-    jaxpr, constants = opened(closed)
-    numbers = [flattener.constant(v, c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
-    arguments = [flattener.number(v.aval) for v in jaxpr.invars]
-    results = flattener.inline(jaxpr, numbers, arguments)
-    equations = _needed(_distinct(flattener.equations, results), results)
+    calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
+    types: list[Any] = []
+    constants: dict[int, Any] = {}
+    inlined: list[Equation] = []
+
+    def numbered(variables: Sequence[Any]) -> range:
+        types.extend(v.aval for v in variables)
+        return range(len(types) - len(variables), len(types))
+
+    def inline(closed: Any, given: Sequence[Source] | None = None) -> tuple[Sequence[Source], list[Source]]:
+        """Arguments and results of a jaxpr; its equations are appended."""
+        jaxpr, values = opened(closed)
+        numbers = numbered(jaxpr.constvars)
+        constants.update(zip(numbers, values, strict=True))
+        arguments = numbered(jaxpr.invars) if given is None else given
+        known: dict[Any, Source] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *arguments), strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = tuple(v if isinstance(v, Literal) else known[v] for v in eqn.invars)
+            body = eqn.params.get(calls.get(eqn.primitive.name, ""))
+            if body is None:
+                inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
+            outputs = inlined[-1].outputs if body is None else inline(body, inputs)[1]
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return arguments, [v if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+
+    arguments, results = inline(closed)
+    equations = _needed(_distinct(inlined, results), results)
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
-    return Trace(
-        tuple(arguments),
-        {v: c for v, c in flattener.constants.items() if v in used},
-        tuple(equations),
-        tuple(results),
-        flattener.types,
-    )
+    kept = {v: constant for v, constant in constants.items() if v in used}
+    return Trace(tuple(v for v in arguments if isinstance(v, int)), kept, tuple(equations), tuple(results), types)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boundary:
+    """Where forward and backward of a trace meet."""
+
+    results: int  # what the forward returns: the first results of the trace
+    tangents: tuple[int, ...]  # arguments of the trace that only the backward is given
+
+
+def is_inexact(array: Any) -> bool:
+    """Whether an array, or the shape and type of one, can have a gradient."""
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def derivative(pure: Pure, primals: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], Callable[..., Any]]:
+    """The results of a function, and the function that pulls their cotangents back to the arguments at some positions."""
+
+    def of_wanted(*some: Any) -> list[Any]:
+        merged = list(primals)
+        for i, value in zip(wanted, some, strict=True):
+            merged[i] = value
+        return pure(*merged)
+
+    return jax.vjp(of_wanted, *(primals[i] for i in wanted))
+
+
+def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """A function of arguments and of tangents of all inexact results: the results, then the gradients of some arguments."""
+
+    def pair(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        results, pull = derivative(pure, primals, wanted)
+        remaining = iter(tangents)
+        cotangents = [next(remaining) if is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results]
+        return [*results, *pull(cotangents)]
+
+    return pair
+
+
+def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Trace, Boundary]:
+    """Trace a function of some values together with its derivative by the values at some positions."""
+    results = jax.eval_shape(pure, *values)
+    tangents = [spec for spec in results if is_inexact(spec)]
+    trace = flattened(jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents))
+    return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :])
 
 
 def type_bytes(aval: Any) -> int:
@@ -127,44 +171,6 @@ def type_bytes(aval: Any) -> int:
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-class _Flattener:
-    def __init__(self, calls: Mapping[str, str]) -> None:
-        self.calls = calls
-        self.types: list[Any] = []
-        self.constants: dict[int, Any] = {}
-        self.equations: list[Equation] = []
-
-    def number(self, aval: Any) -> int:
-        self.types.append(aval)
-        return len(self.types) - 1
-
-    def constant(self, variable: Any, value: Any) -> int:
-        number = self.number(variable.aval)
-        self.constants[number] = value
-        return number
-
-    def inline(self, jaxpr: Any, constants: Sequence[Source], arguments: Sequence[Source]) -> list[Source]:
-        """Append the equations of a jaxpr for some arguments; its results."""
-        known: dict[Any, Source] = dict(zip(jaxpr.constvars, constants, strict=True))
-        known.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def source(atom: Any) -> Source:
-            return atom if isinstance(atom, Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            inputs = [source(v) for v in eqn.invars]
-            body = eqn.params.get(self.calls.get(eqn.primitive.name, ""))
-            if body is not None:
-                inner, values = opened(body)
-                numbers = [self.constant(v, c) for v, c in zip(inner.constvars, values, strict=True)]
-                known.update(zip(eqn.outvars, self.inline(inner, numbers, inputs), strict=True))
-                continue
-            outputs = [self.number(v.aval) for v in eqn.outvars]
-            known.update(zip(eqn.outvars, outputs, strict=True))
-            self.equations.append(Equation(eqn, tuple(inputs), tuple(outputs)))
-        return [source(v) for v in jaxpr.outvars]
 
 
 def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:

@@ -1,66 +1,49 @@
-"""Which named values of a loop's body to save: integer programs, and a bound for choices that differ by layer."""
+"""Choices of saved values: integer programs choose those of one layer of a loop, and arrangements of layers are compared.
+
+One model of cost and bytes serves all of them. A layer computes again what its derivative needs and cannot be computed from what
+it saves. That is a cut of the graph; with a limit of bytes it is an integer program. A bound for choices that differ by layer is
+the Lagrangian relaxation of that limit.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from checkmate.core.errors import OptionError, SolverError
-from checkmate.cost.store import OpCost
 from checkmate.jax._compat import source_of
-from checkmate.jax.graph.capture import phases_of_pair
-from checkmate.jax.graph.pair import Pure, derivative, is_inexact, trace_pair
-from checkmate.jax.scan.named_block import NAME
-from checkmate.jax.scan.residuals import Residuals
-
-_FRONT: Final = 64
-"""Most choices that are compared with each other for layers that differ."""
-
-
-_PRICE: Final = 1e-12
-"""Price of a byte that decides between choices of equal cost."""
+from checkmate.jax.graph.capture import Costs, phases_of_pair
+from checkmate.jax.graph.trace import Equation, Pure, is_inexact, trace_pair
+from checkmate.jax.scan.groups import NAME, LayerGroup, Residuals
+from checkmate.solvers.backends.highs import solve_integer
+from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Values to save in one layer.
+    """Values to save in one layer, by their names and source lines; everything that the derivative reads has no names."""
 
-    Attributes:
-        names: Their names.
-        sources: Where in the user's program they are computed.
-        saved_bytes: Their bytes.
-        cost: Cost of what is computed again.
-        bound: Proven lower bound on that cost within as many bytes.
-        everything: Whether all that the derivative reads is saved, which names cannot say.
-    """
-
-    names: tuple[str, ...]
-    sources: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     saved_bytes: int
-    cost: float
-    bound: float
+    cost: float  # of what is computed again
+    bound: float = 0.0  # proven lower bound on that cost within as many bytes
     everything: bool = False
+
+    def group(self, layers: int, nested: int = 1) -> LayerGroup:
+        """Some layers that save these values."""
+        return LayerGroup(layers=layers, names=self.names, sources=self.sources, nested=nested, everything=self.everything)
 
 
 class Choices:
-    """Which named values to save: `jax.checkpoint` computes again what the derivative needs and cannot be computed from them.
-
-    An equation is computed again if the derivative, or another equation that is computed again, reads one of its outputs that is
-    not saved. That is a cut of the graph; with a limit of bytes it is an integer program.
-
-    Args:
-        arrays: Shapes and types of the flat arguments of the body.
-        pure: The body with all names, as a function of flat arrays.
-        costs: Gives the costs of equations.
-        offered: Names to choose among; None for all.
+    """Which of the offered names to save of a layer; all names by default. The layer is a function of flat arrays.
 
     Attributes:
         offered: The names to choose among.
@@ -76,63 +59,49 @@ class Choices:
         self,
         arrays: Sequence[Any],
         pure: Pure,
-        costs: Callable[..., Sequence[OpCost]],
+        costs: Costs,
         offered: Iterable[str] | None = None,
     ) -> None:
-        wanted = [i for i, array in enumerate(arrays) if is_inexact(array)]
-        trace, boundary = trace_pair(pure, arrays, wanted)
+        trace, boundary = trace_pair(pure, arrays, [i for i, array in enumerate(arrays) if is_inexact(array)])
         phases = phases_of_pair(trace, boundary)
-        cost = [c.cost_ns for c in costs([(equation,) for equation in trace.equations], trace)]
-        ahead = [i for i, equation in enumerate(trace.equations) if phases[id(equation)] == "forward"]
-        maker = {v: i for i in ahead for v in trace.equations[i].outputs}
-        equations = [trace.equations[i] for i in ahead]
-        self._cost = np.array([0 if equations[k].kind == NAME else cost[i] for k, i in enumerate(ahead)], dtype=float)
-        self.total = float(sum(c for c, equation in zip(cost, trace.equations, strict=True) if equation.kind != NAME))
-        self.forward = float(self._cost.sum())
-        index = {i: k for k, i in enumerate(ahead)}
-        named = {k: str(e.eqn.params["name"]) for k, e in enumerate(equations) if e.kind == NAME}
-        attached = tuple(dict.fromkeys(named.values()))
-        self.offered = attached if offered is None else tuple(offered)
-        if missing := set(self.offered).difference(attached):
+        measured = zip(trace.equations, costs([(equation,) for equation in trace.equations]), strict=True)
+        cost = {id(equation): 0 if equation.kind == NAME else found.cost_ns for equation, found in measured}
+        ahead = [equation for equation in trace.equations if phases[id(equation)] == "forward"]
+        self._cost = np.array([cost[id(equation)] for equation in ahead], dtype=float)
+        self.total, self.forward = float(sum(cost.values())), float(self._cost.sum())
+        self.read_bytes = Residuals(pure, arrays).saved_bytes
+        named: dict[str, list[Equation]] = {}
+        for equation in ahead:
+            if equation.kind == NAME:
+                named.setdefault(str(equation.eqn.params["name"]), []).append(equation)
+        self.offered = tuple(named) if offered is None else tuple(offered)
+        if missing := set(self.offered).difference(named):
             raise OptionError(
                 f"the body of the loop gives no value the name {', '.join(sorted(missing))}",
                 hint="attach names in the body with jax.ad_checkpoint.checkpoint_name, or leave names out",
             )
-        number = {name: j for j, name in enumerate(self.offered)}
-        saves = {k: number[name] for k, name in named.items() if name in number}
-        self._bytes, self._sources = np.zeros(len(number)), [""] * len(number)
-        for k, j in saves.items():
-            self._bytes[j] += trace.size_bytes(equations[k].outputs[0])
-            self._sources[j] = self._sources[j] or source_of(equations[k].eqn)
+        saves = {equation.outputs[0]: j for j, name in enumerate(self.offered) for equation in named[name]}
+        self._sources = [next(filter(None, (source_of(e.eqn) for e in named[name])), "") for name in self.offered]
+        self._bytes = np.array([float(sum(trace.size_bytes(e.outputs[0]) for e in named[name])) for name in self.offered])
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
-        read = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
-        self.read_bytes = Residuals(lambda given: derivative(pure, given, wanted)[1], arrays).saved_bytes
-        # Rows: what the derivative reads is computed again or saved; so is what is read by an equation that is computed again.
-        rows: list[tuple[int | None, int]] = [(None, index[maker[v]]) for v in sorted(read) if v in maker]
-        rows += [(k, index[maker[v]]) for k, equation in enumerate(equations) for v in equation.read if v in maker]
-        least: Any = np.array([1.0 if k is None else 0.0 for k, _ in rows])
-        self._rows = LinearConstraint(self._matrix(rows, saves), least, np.inf)
-        self._lines: dict[float, float] = {}
+        backward = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
+        self._program = _program(ahead, backward, saves, self._bytes)
         self._found: dict[int, Choice] = {}
 
     def cheapest(self, most_bytes: float) -> Choice:
-        """The choice with the least cost of what is computed again.
-
-        Args:
-            most_bytes: The most bytes to save in one layer.
-        """
+        """The choice with the least cost of what is computed again, of those that save no more bytes in one layer."""
         limit = int(min(max(0, most_bytes), self._bytes.sum()))
         if limit not in self._found:
-            within = LinearConstraint(csr_array([[0.0] * len(self._cost) + list(self._bytes)]), -np.inf, limit)
-            choice, proven = self._solved([self._rows, within], _PRICE)
-            self._found[limit] = replace(choice, bound=min(choice.cost, max(0.0, proven - _PRICE * limit)))
+            price = 1e-12  # of a byte: decides between choices of equal cost
+            choice, proven = self._solved(limit, price)
+            self._found[limit] = replace(choice, bound=min(choice.cost, max(0.0, proven - price * limit)))
         return self._found[limit]
 
     @functools.cached_property
     def front(self) -> tuple[Choice, ...]:
         """Choices none of which is better than another in both bytes and cost, from saving nothing to computing nothing again."""
         found = [self.cheapest(math.inf)]
-        step = max(1, found[0].saved_bytes // _FRONT)
+        step = max(1, found[0].saved_bytes // 64)  # finer steps take longer, and save less than rounding to whole layers costs
         while found[-1].saved_bytes:
             found.append(self.cheapest(found[-1].saved_bytes - step))
         return tuple(found[::-1])
@@ -140,7 +109,7 @@ class Choices:
     @functools.cached_property
     def front_with_everything(self) -> tuple[Choice, ...]:
         """The same, with the choice of what names cannot say: all that the derivative reads."""
-        everything = Choice(names=(), sources=(), saved_bytes=self.read_bytes, cost=0.0, bound=0.0, everything=True)
+        everything = Choice(saved_bytes=self.read_bytes, cost=0.0, everything=True)
         return (*(choice for choice in self.front if choice.saved_bytes < self.read_bytes), everything)
 
     def bound(self, length: int, carry_bytes: int, most_bytes: int) -> float:
@@ -148,12 +117,7 @@ class Choices:
 
         The price of a byte that gives the highest bound is that of the convex hull of all choices (Lagrangian relaxation). A
         layer in a nested loop costs at least its forward, and saves at least its share of one carry. A layer without
-        `jax.checkpoint` costs nothing.
-
-        Args:
-            length: Number of layers.
-            carry_bytes: Bytes of the carry that each layer saves outside of nested loops.
-            most_bytes: The most bytes that all layers save.
+        `jax.checkpoint` costs nothing. All layers together save the most bytes, with a carry each outside of nested loops.
         """
 
         def at(price: float) -> float:
@@ -167,53 +131,155 @@ class Choices:
         prices |= {c.cost / (self.read_bytes - c.saved_bytes) for c in corners if c.saved_bytes < self.read_bytes}
         return max(0.0, *(at(price) for price in sorted(prices) if price >= 0))
 
+    @functools.cache  # noqa: B019 - a few prices of one layer
     def _priced(self, price: float) -> float:
         """Proven lower bound on what a layer computes again, and a price for each byte that it saves."""
-        if price not in self._lines:
-            self._lines[price] = self._solved([self._rows], price)[1]
-        return self._lines[price]
+        return self._solved(math.inf, price)[1]
 
-    def _solved(self, constraints: Sequence[LinearConstraint], price: float) -> tuple[Choice, float]:
+    def _solved(self, most_bytes: float, price: float) -> tuple[Choice, float]:
         """The choice of least cost and price, and a proven lower bound on both together."""
-        count = len(self._cost)
-        weights = np.concatenate([self._cost, price * self._bytes])
-        found = milp(weights, constraints=constraints, integrality=np.ones(len(weights)), bounds=Bounds(0, 1))
-        if found.x is None:
-            raise SolverError(f"the integer program for the saved values of a loop has no solution: {found.message}")
-        again = float(self._cost @ (found.x[:count] > 0.5))
-        chosen = [j for j in range(len(self._bytes)) if found.x[count + j] > 0.5]
+        high = np.append(self._program.row_high[:-1], most_bytes)
+        program = replace(self._program, cost=np.concatenate([self._cost, price * self._bytes]), row_high=high)
+        found = solve_integer(program, absolute_gap=1e-5 * max(1.0, self.forward))  # proofs to the last unit may take minutes
+        if found.solution is None:
+            raise SolverError("the integer program for the saved values of a loop has no solution")
+        again, saved = np.split(found.solution > 0.5, [len(self._cost)])
+        chosen = np.flatnonzero(saved)
         choice = Choice(
             names=tuple(self.offered[j] for j in chosen),
             sources=tuple(self._sources[j] for j in chosen),
             saved_bytes=int(self._bytes[chosen].sum()),
-            cost=again,
-            bound=0.0,
+            cost=float(self._cost @ again),
         )
-        return choice, float(found.mip_dual_bound)
+        return choice, found.bound
 
-    def _matrix(self, rows: Sequence[tuple[int | None, int]], saves: Mapping[int, int]) -> csr_array:
-        """A row for each value that is read: its equation is computed again, or it is saved, if its reader is."""
-        count = len(self._cost)
-        entries: list[tuple[int, int, float]] = []
-        for row, (reader, maker) in enumerate(rows):
-            entries.append((row, maker, 1.0))
-            if maker in saves:
-                entries.append((row, count + saves[maker], 1.0))
-            if reader is not None:
-                entries.append((row, reader, -1.0))
-        positions, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
-        return csr_array((values, (positions, columns)), shape=(len(rows), count + len(self._bytes)))
+
+def _program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
+    """Which equations of the forward are computed again, then which names are saved; the last row limits the bytes of these.
+
+    A value that the derivative reads is computed again or saved; so is one that is read by what is computed again.
+    """
+    maker = {v: k for k, equation in enumerate(ahead) for v in equation.outputs}
+    builder = ProgramBuilder()
+    again, saved = builder.add_columns(np.zeros(len(ahead))), builder.add_columns(np.zeros(len(size_bytes)))
+    rows = [(-1, v) for v in sorted(backward)] + [(k, v) for k, equation in enumerate(ahead) for v in equation.read]
+    rows = [(reader, again[maker[v]], saved[saves[v]] if v in saves else -1) for reader, v in rows if v in maker]
+    readers, makers, names = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    builder.add_rows([(makers, 1.0), (names, 1.0), (readers, -1.0)], low=np.where(readers < 0, 1.0, 0.0))
+    builder.add_row(saved, size_bytes)
+    return builder.build()
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:
     """The corners of the convex hull of choices, from few bytes to many."""
+
+    def slope(a: Choice, b: Choice) -> float:
+        return (b.cost - a.cost) / (b.saved_bytes - a.saved_bytes)
+
     hull: list[Choice] = []
     for choice in front:
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], choice):
+        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-2], choice):
             hull.pop()
         hull.append(choice)
     return hull
 
 
-def _slope(a: Choice, b: Choice) -> float:
-    return (b.cost - a.cost) / (b.saved_bytes - a.saved_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """A loop over layers in groups, with its cost by the model."""
+
+    kind: str
+    groups: tuple[LayerGroup, ...]
+    cost: float  # of what is computed again, in all layers
+    bound: float = field(default=0.0, compare=False)  # proven, on the cost of arrangements of the same kind; 0 if there is none
+    saved_bytes: int  # from the forward to the derivative, with carries
+    held_bytes: int  # the same, with what inner loops hold while their derivative is computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The layers of a loop, and the ways to arrange them."""
+
+    choices: Choices
+    length: int
+    carry_bytes: int
+    differ: bool = True  # whether layers may save different values, or be nested
+    nested: bool = True
+
+    @property
+    def kinds(self) -> dict[str, Callable[[int], Arrangement | None]]:
+        """Kinds of arrangements, the simplest first; each gives its cheapest one that holds no more than some bytes."""
+        found: dict[str, Callable[[int], Arrangement | None]] = {"uniform": self._uniform}
+        if self.differ:
+            found |= {"everything": self._everything, "pair": self._pair}
+            found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
+        return found
+
+    def least(self) -> list[Arrangement]:
+        """The arrangement that holds the fewest bytes, for each kind of one choice."""
+        held = {"uniform": self.length * self.carry_bytes}
+        held |= {f"nested {d}": (self.length // d + d) * self.carry_bytes for d in self._inner_lengths}
+        return [found for kind, within in self.kinds.items() if kind in held and (found := within(held[kind])) is not None]
+
+    @property
+    def _inner_lengths(self) -> list[int]:
+        return [d for d in range(2, self.length) if self.nested and self.length % d == 0]
+
+    def _uniform(self, most_bytes: int) -> Arrangement | None:
+        each = most_bytes // self.length - self.carry_bytes
+        return None if each < 0 else self._alike("uniform", self.choices.cheapest(each))
+
+    def _everything(self, most_bytes: int) -> Arrangement | None:
+        found = self._alike("everything", self.choices.front_with_everything[-1])
+        return found if found.held_bytes <= most_bytes else None
+
+    def _nested(self, inner: int, most_bytes: int) -> Arrangement | None:
+        each = (most_bytes - self.length // inner * self.carry_bytes) // inner - self.carry_bytes
+        return None if each < 0 else self._alike(f"nested {inner}", self.choices.cheapest(each), inner)
+
+    def _alike(self, kind: str, choice: Choice, inner: int = 0) -> Arrangement:
+        """All layers save the same, in inner loops of some layers if they are nested."""
+        saved = (self.length // inner if inner else self.length) * self.carry_bytes
+        saved += 0 if inner else self.length * choice.saved_bytes
+        return Arrangement(
+            kind=kind,
+            groups=(choice.group(self.length, inner or 1),),
+            cost=self.length * (choice.cost + (self.choices.forward if inner else 0)),
+            bound=0.0 if inner else self.length * choice.bound,
+            saved_bytes=saved,
+            held_bytes=saved + inner * (self.carry_bytes + choice.saved_bytes),
+        )
+
+    def _pair(self, most_bytes: int) -> Arrangement | None:
+        """Two choices, the second for all layers after some number of layers."""
+        front, length = self.choices.front_with_everything, self.length
+        sizes = [choice.saved_bytes for choice in front]
+        room = most_bytes - length * self.carry_bytes
+        found: list[tuple[float, int, Choice, Choice]] = []
+        for few in front:
+            for count in range(1, length):
+                each = (room - count * few.saved_bytes) // (length - count)
+                if each < few.saved_bytes:
+                    break
+                many = front[bisect.bisect_right(sizes, each) - 1]
+                if many is not few:
+                    found.append((count * few.cost + (length - count) * many.cost, count, few, many))
+        if not found:
+            return None
+        cost, count, few, many = min(found, key=lambda pair: pair[0])
+        saved = length * self.carry_bytes + count * few.saved_bytes + (length - count) * many.saved_bytes
+        # The derivative begins with the last layers, when everything is saved: they compute less again, and hold less.
+        groups = (few.group(count), many.group(length - count))
+        return Arrangement(kind="pair", groups=groups, cost=cost, saved_bytes=saved, held_bytes=saved)
+
+
+def cheapest(candidates: Iterable[Arrangement], below: float = math.inf) -> Arrangement | None:
+    """The cheapest of some arrangements, the simplest first, of which each next one has to be cheaper by half a per cent.
+
+    More groups are not worth less, nor is another compilation if there is an arrangement of some cost that fits.
+    """
+    best: Arrangement | None = None
+    for candidate in candidates:
+        if candidate.cost < 0.995 * (below if best is None else best.cost):
+            best = candidate
+    return best

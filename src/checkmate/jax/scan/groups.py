@@ -15,13 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from checkmate.jax._compat import as_varying, opened
+from checkmate.jax._compat import as_varying, traced_as
+from checkmate.jax.apply_plan import each_alone
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
-from checkmate.jax.graph.alone import each_alone
-from checkmate.jax.graph.pair import derivative, is_inexact
-from checkmate.jax.scan.named_block import Naming
-from checkmate.jax.scan.residuals import Residuals
+from checkmate.jax.graph.trace import Pure, Source, Trace, derivative, flattened, is_inexact, result
+
+NAME = "name"
+"""The primitive that gives a value a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +54,114 @@ class LayerGroup:
         return jax.checkpoint_policies.save_only_these_names(*self.names)
 
 
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The body of a loop, and who names its values: the body itself, or all of them are named here, without those of the body."""
+
+    block: Callable[..., Any]
+    own: bool
+
+    def with_names(self, names: Sequence[str] | None) -> Callable[..., Any]:
+        """The body with some names attached; None attaches all."""
+        if self.own:
+            return self.block
+
+        @functools.wraps(self.block)
+        def named(carry: Any, x: Any) -> Any:
+            arguments = Arguments.of((carry, x), {})
+            flat = FlatFunction(self.block, arguments)
+            trace = self.trace(flat, arguments)
+            return flat.results(self.flat(trace, names)(*trace.constants.values(), *arguments.arrays))
+
+        return named
+
+    def trace(self, flat: FlatFunction, arguments: Arguments) -> Trace:
+        """The body, in which calls of functions with a derivative of the user's stay calls: it is differentiated later."""
+        return flattened(jax.make_jaxpr(flat)(*arguments.arrays), differentiable=True)
+
+    def flat(self, trace: Trace, names: Sequence[str] | None) -> Pure:
+        """A traced body with some names attached, as a function of its constants and arguments."""
+        prefix = f"{getattr(self.block, '__name__', 'block')}."
+
+        def named(number: int, value: Any) -> Any:
+            name = f"{prefix}{number}"
+            wanted = is_inexact(value) if names is None else name in names
+            return checkpoint_name(value, name) if wanted else value
+
+        def run(*arrays: Any) -> list[Any]:
+            values = dict(zip((*trace.constants, *trace.arguments), arrays, strict=True))
+            for equation in trace.equations:
+                if equation.kind == NAME and not self.own:
+                    values[equation.outputs[0]] = result(values, equation.inputs[0])
+                    continue
+                computed = equation.computed(values)
+                if not self.own:
+                    with traced_as(equation.eqn):
+                        computed = {v: named(v, value) for v, value in computed.items()}
+                values.update(computed)
+            return [result(values, v) for v in trace.results]
+
+        return run
+
+
+class Residuals:
+    """The values that the derivative of a layer reads: arguments, values that depend on them, and values that do not.
+
+    Only the second kind is saved. The others are there, or made of constants again, such as masks: saved by every layer of a
+    loop, they would take a fifth more bytes.
+    """
+
+    def __init__(self, layer: Pure, given: Sequence[Any]) -> None:
+        self._layer, self._tree = layer, None
+
+        def leaves_of(*given: Any) -> list[Any]:
+            leaves, self._tree = jax.tree.flatten(_derivative(layer, given)[1])
+            return leaves
+
+        trace = self._trace = flattened(jax.make_jaxpr(leaves_of)(*given))
+        self._depending = set(trace.arguments)
+        unnamed: dict[int, Source] = {}
+        for equation in trace.equations:
+            if not self._depending.isdisjoint(equation.read):
+                self._depending.update(equation.outputs)
+            if equation.kind == NAME:
+                (source,) = equation.inputs
+                unnamed[equation.outputs[0]] = unnamed.get(source, source) if isinstance(source, int) else source
+        self._results = [unnamed.get(v, v) if isinstance(v, int) else v for v in trace.results]
+        read = dict.fromkeys(v for v in self._results if isinstance(v, int))
+        self._saved = [v for v in read if v in self._depending and v not in trace.arguments]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the values to save."""
+        return sum(map(self._trace.size_bytes, self._saved))
+
+    def forward(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of the layer, and the values to save."""
+        results, pull = _derivative(self._layer, given)
+        leaves = zip(self._results, jax.tree.leaves(pull), strict=True)
+        by_number = {v: leaf for v, leaf in leaves if isinstance(v, int)}
+        return results, [by_number[v] for v in self._saved]
+
+    def pullback(self, saved: Sequence[Any], given: Sequence[Any]) -> Callable[..., Any]:
+        """The function that pulls cotangents back to the inexact arguments, from what was saved."""
+        trace = self._trace
+        values = dict(trace.constants) | dict(zip((*trace.arguments, *self._saved), (*given, *saved), strict=True))
+        for equation in trace.equations:
+            if self._depending.isdisjoint(equation.outputs):
+                values.update(equation.computed(values))
+        return jax.tree.unflatten(self._tree, [result(values, v) for v in self._results])
+
+
 def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool = False) -> tuple[Any, Any]:
     """A loop over layers in groups, as `jax.lax.scan` over all of them.
 
-    Args:
-        naming: The body of the loop and its names.
-        groups: Groups of layers.
-        carry: The first carry.
-        xs: What each layer is given, stacked.
-        exact: Whether every equation of the body and its derivative stands alone; no group is nested then.
+    If it is exact, every equation of the body and its derivative stands alone, and no group is nested.
     """
     if len(groups) > 1 or exact:
         return _one_after_the_other(naming, groups, carry, xs, exact=exact)
     (group,) = groups
-    if group.everything:
-        return jax.lax.scan(naming.block, carry, xs, length=group.layers)
-    body = jax.checkpoint(naming.with_names(group.names), policy=group.policy)
+    body = naming.block if group.everything else jax.checkpoint(naming.with_names(group.names), policy=group.policy)
     if group.nested == 1:
         return jax.lax.scan(body, carry, xs, length=group.layers)
 
@@ -81,74 +175,58 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
 
 
 def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool) -> tuple[Any, Any]:
-    slices = _mapped(lambda a: a[0], xs)
-    arguments = Arguments.of((carry, slices), {})
+    arguments = Arguments.of((carry, _mapped(lambda a: a[0], xs)), {})
     flat = FlatFunction(naming.block, arguments)
-    closed = jax.make_jaxpr(flat)(*arguments.arrays)
+    trace = naming.trace(flat, arguments)
     carries = Arguments.of((carry,), {}).arrays
+    loops = _Loops(naming, groups, trace, len(carries), exact=exact)
+    differentiable = jax.custom_vjp(loops.run)
+    differentiable.defvjp(loops.forward, loops.backward)
     # What the body closes over may be traced by a transformation outside, and becomes an argument.
-    loop = _Loops(naming, groups, closed, len(carries), exact=exact)
-    constants = loop.trace.trace.constants.values()
-    arrays = [jnp.asarray(a) for a in (*constants, *carries, *Arguments.of((xs,), {}).arrays)]
-    return flat.results(loop(*arrays))
+    arrays = [*trace.constants.values(), *carries, *Arguments.of((xs,), {}).arrays]
+    return flat.results(differentiable(*map(jnp.asarray, arrays)))
 
 
 class _Loops:
-    """The loops of several groups and their derivative, as a function of flat arrays: constants, carries, stacks.
+    """The loops of several groups and their derivative, as functions of flat arrays: constants, carries, stacks."""
 
-    Args:
-        naming: The body and its names.
-        groups: Groups of layers.
-        closed: The body as it was traced.
-        carries: Number of arrays of the carry.
-        exact: Whether every equation stands alone.
-    """
-
-    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], closed: Any, carries: int, *, exact: bool) -> None:
-        self._compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = each_alone if exact else lambda function: function
-        self.trace = naming.trace(closed)
-        self.carries, self.constants = carries, len(self.trace.trace.constants)
-        self.spans: list[tuple[range, tuple[int, ...] | None]] = []
-        start = 0
+    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], trace: Trace, carries: int, *, exact: bool) -> None:
+        self.alone: Callable[[Callable[..., Any]], Callable[..., Any]] = each_alone if exact else lambda function: function
+        self.constants, self.carries = len(trace.constants), carries
+        self.layer = naming.flat(trace, ())
+        self.types: list[Any] = [trace.types[v] if isinstance(v, int) else v.aval for v in trace.results]
+        self.groups: list[tuple[range, Pure]] = []
         for group in groups:
-            numbers = None if group.everything else self.trace.numbers(group.names)
-            self.spans.append((range(start, start + group.layers), numbers))
-            start += group.layers
+            start, layer = self.length, naming.flat(trace, group.names)
+            saving = layer if group.everything else jax.checkpoint(layer, policy=group.policy)
+            self.groups.append((range(start, start + group.layers), saving))
         self.residuals: dict[range, Residuals] = {}
-        self.types = [v.aval for v in opened(closed)[0].outvars]
-        self.inexact = list(map(is_inexact, self.types))
-        differentiable = jax.custom_vjp(self.run)
-        differentiable.defvjp(self.forward, self.backward)
-        self._differentiable = differentiable
 
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """The last carries, then results of all layers, stacked."""
-        return self._differentiable(*arrays)
+    @property
+    def length(self) -> int:
+        return self.groups[-1][0].stop if self.groups else 0
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
+        """The last carries, then results of all layers, stacked."""
         constants, carry, stacks = self._split(arrays)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results, _ = self._compiled(self._saving(()))([*constants, *carry, *xs])
+            results = self.alone(self.layer)(*constants, *carry, *xs)
             return results[: self.carries], results[self.carries :]
 
-        carry, ys = jax.lax.scan(body, carry, stacks, length=self.spans[-1][0].stop)
+        carry, ys = jax.lax.scan(body, carry, stacks, length=self.length)
         return [*carry, *ys]
 
     def forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
         constants, carry, stacks = self._split(arrays)
         saved: list[Any] = []
         parts: list[Any] = []
-        for layers, numbers in self.spans:
+        for layers, layer in self.groups:
 
-            def body(carry: Any, i: Any, layers: range = layers, numbers: tuple[int, ...] | None = numbers) -> tuple[Any, Any]:
+            def body(carry: Any, i: Any, layers: range = layers, layer: Pure = layer) -> tuple[Any, Any]:
                 given = [*constants, *carry, *_layer(stacks, i)]
-                if numbers is None:
-                    self.residuals[layers] = Residuals(lambda given: self._derivative(given, {})[1], given)
-                    run = self._saving_everything(self.residuals[layers])
-                else:
-                    run = self._saving(numbers)
-                results, kept = self._compiled(run)(given)
+                residuals = self.residuals[layers] = Residuals(layer, given)
+                results, kept = self.alone(residuals.forward)(given)
                 return results[: self.carries], (results[self.carries :], carry, kept)
 
             carry, (ys, before, kept) = jax.lax.scan(body, carry, _numbers(layers))
@@ -159,96 +237,54 @@ class _Loops:
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         constants, stacks, saved = residuals
-        ends, along = list(cotangents[: self.carries]), list(cotangents[self.carries :])
-        inexact = self.inexact[: self.carries]
-        state = (
-            [c for c, wanted in zip(ends, inexact, strict=True) if wanted],
-            [_zeros(a) if is_inexact(a) else None for a in stacks],
-            [_zeros(a) if is_inexact(a) else None for a in constants],
-        )
-        ys = [c if wanted else None for c, wanted in zip(along, self.inexact[self.carries :], strict=True)]
-        for (layers, numbers), (before, kept) in zip(reversed(self.spans), reversed(saved), strict=True):
-            step = functools.partial(self._backward_of_layer, constants, stacks, ys, layers, numbers)
+        given = [c if is_inexact(t) else None for c, t in zip(cotangents, self.types, strict=True)]
+        ends, along = given[: self.carries], given[self.carries :]
+        state = ([_zeros(a) for a in constants], ends, [_zeros(a) for a in stacks])
+        for (layers, _), (before, kept) in zip(reversed(self.groups), reversed(saved), strict=True):
+
+            def step(state: Any, of_layer: Any, layers: range = layers) -> tuple[Any, None]:
+                to_constants, ends, to_stacks = state
+                # Behind barriers they are read from their stacks once; loops that read them would slice them, and not in vectors.
+                read = (*of_layer, _layer(stacks, of_layer[0]))
+                i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
+                given = [*constants, *before, *slices]
+
+                def gradients(given: Sequence[Any], kept: Sequence[Any], known: Sequence[Any]) -> Any:
+                    types = zip(known, self.types, strict=True)
+                    zeros = [np.zeros(t.shape, jax.dtypes.float0) if c is None else c for c, t in types]
+                    return self.residuals[layers].pullback(kept, given)(zeros)
+
+                remaining = iter(self.alone(gradients)(given, kept, [*ends, *_layer(along, i)]))
+                found = self._split([next(remaining) if is_inexact(a) else None for a in given])
+                to_constants = [None if t is None else t + g for t, g in zip(to_constants, found[0], strict=True)]
+                to_stacks = [
+                    None if t is None else jax.lax.dynamic_update_index_in_dim(t, g, i, 0)
+                    for t, g in zip(to_stacks, found[2], strict=True)
+                ]
+                return (to_constants, found[1], to_stacks), None
+
             state, _ = jax.lax.scan(step, state, (_numbers(layers), before, kept), reverse=True)
-        remaining = iter(state[0])
-        return (*state[2], *(next(remaining) if wanted else None for wanted in inexact), *state[1])
+        return (*state[0], *state[1], *state[2])
 
-    def _backward_of_layer(
-        self,
-        constants: Any,
-        stacks: Any,
-        ys: Any,
-        layers: range,
-        numbers: tuple[int, ...] | None,
-        state: Any,
-        of_layer: Any,
-    ) -> tuple[Any, None]:
-        ends, to_stacks, to_constants = state
-        # Behind barriers they are read from their stacks once; each loop that reads them would slice them, and not in vectors.
-        read = (*of_layer, _layer(stacks, of_layer[0]))
-        i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
-        given = [*constants, *before, *slices]
-
-        def gradients(given: Sequence[Any], kept: Sequence[Any], inexact: Sequence[Any]) -> Any:
-            if numbers is None:
-                pull = self.residuals[layers].pullback(kept, given)
-            else:
-                _, pull = self._derivative(given, dict(zip(numbers, kept, strict=True)))
-            remaining = iter(inexact)
-            types = zip(self.inexact, self.types, strict=True)
-            return pull([next(remaining) if w else np.zeros(t.shape, jax.dtypes.float0) for w, t in types])
-
-        found = self._compiled(gradients)(given, kept, [*ends, *(_layer([y], i)[0] for y in ys if y is not None)])
-        by_argument = dict(zip(_inexact(given), found, strict=True))
-        first, last = self.constants, self.constants + self.carries
-        to_constants = [None if t is None else t + by_argument[k] for k, t in enumerate(to_constants)]
-        ends = [by_argument[k] for k in range(first, last) if k in by_argument]
-        to_stacks = [
-            None if t is None else jax.lax.dynamic_update_index_in_dim(t, by_argument[last + k], i, 0)
-            for k, t in enumerate(to_stacks)
-        ]
-        return (ends, to_stacks, to_constants), None
-
-    def _saving(self, numbers: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]:
-        """A layer, which returns its results and some of its values."""
-        return lambda given: self.trace.run(given[: self.constants], given[self.constants :], numbers)
-
-    def _saving_everything(self, residuals: Residuals) -> Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]:
-        """A layer, which returns its results and all that its derivative reads."""
-
-        def run(given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results, pull = self._derivative(given, {})
-            return results, residuals.of(pull)
-
-        return run
-
-    def _derivative(self, given: Sequence[Any], known: dict[int, Any]) -> tuple[list[Any], Callable[..., Any]]:
-        """The results of a layer, and the function that pulls their cotangents back to the inexact arguments."""
-
-        def layer(*given: Any) -> list[Any]:
-            return self.trace.run(given[: self.constants], given[self.constants :], (), known)[0]
-
-        return derivative(layer, given, _inexact(given))
-
-    def _split(self, arrays: Sequence[jax.Array]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _split(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         first, last = self.constants, self.constants + self.carries
         return list(arrays[:first]), list(arrays[first:last]), list(arrays[last:])
 
 
-def _inexact(given: Sequence[Any]) -> list[int]:
-    return [k for k, a in enumerate(given) if is_inexact(a)]
+def _derivative(layer: Pure, given: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+    return derivative(layer, given, [k for k, a in enumerate(given) if is_inexact(a)])
 
 
-def _layer(stacks: Sequence[jax.Array], i: Any) -> list[jax.Array]:
-    return [jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False) for a in stacks]
+def _layer(stacks: Sequence[Any], i: Any) -> list[Any]:
+    return [None if a is None else jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False) for a in stacks]
 
 
 def _numbers(layers: range) -> jax.Array:
     return jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
 
 
-def _zeros(array: jax.Array) -> jax.Array:
-    return as_varying(jnp.zeros_like(array), array)
+def _zeros(array: jax.Array) -> jax.Array | None:
+    return as_varying(jnp.zeros_like(array), array) if is_inexact(array) else None
 
 
 def _mapped(change: Callable[[Any], Any], xs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A loop over layers that save different values, within a budget: called as `jax.lax.scan` is."""
+"""A loop over layers within a budget: a policy that saves the same values in every layer, or layers that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,110 @@ from checkmate.core.errors import OptionError
 from checkmate.core.units import Amount
 from checkmate.frontend.options import CostSource
 from checkmate.jax.arguments import is_array
-from checkmate.jax.scan.groups import LayerGroup, run_groups
-from checkmate.jax.scan.named_block import Naming
-from checkmate.jax.scan.search import search
+from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
+from checkmate.jax.scan.search import Loop, total_bytes
+
+_MAXTEXT_NAMES = frozenset(
+    {"context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mla_q"}
+    | {"mla_kv", "moe_mlpwi", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj"}
+)
+"""Values that MaxText's configuration can save, of ``configs/base.yml`` in 2026."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScanPolicy:
+    """The body of a loop with names, and the policy that saves some of them; ``block, policy = found`` unpacks both.
+
+    Attributes:
+        block: The body. It names those values that are saved, and computes the same.
+        policy: The policy for `jax.checkpoint`, `nnx.remat` or `eqx.filter_checkpoint`.
+        names: Names of the values that are saved.
+        sources: Where in the user's program each of them is computed.
+        offered: All names among which was chosen.
+        saved_bytes: Bytes of named values that are saved, of all iterations.
+        overhead: Cost of the loop and its derivative over that of saving everything.
+        bound: Proven lower bound on the overhead of all policies that save no more bytes of named values.
+        budget_bytes: The budget in bytes.
+        temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
+        peak_bytes: The same with arguments and results.
+    """
+
+    block: Callable[..., Any]
+    policy: Any
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    offered: tuple[str, ...]
+    saved_bytes: int
+    overhead: float
+    bound: float
+    budget_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+
+    def __iter__(self) -> Iterator[Any]:
+        """The block and the policy."""
+        return iter((self.block, self.policy))
+
+
+def policy(
+    block: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    x: Any,
+    *,
+    length: int,
+    budget: Amount | Budget,
+    costs: CostSource | str = "measured",
+    names: str | Sequence[str] | None = None,
+) -> ScanPolicy:
+    """Choose what `jax.checkpoint` saves in the body of a `jax.lax.scan` over layers, within a budget.
+
+    The values to save are chosen by an integer program that minimizes the cost of what is computed again. The loop and its
+    derivative are then compiled, and the choice is made again until the compiled bytes keep the budget: at most four
+    compilations. All layers save the same values; `scan` runs loops whose layers differ.
+
+    Args:
+        block: The body of the loop, ``block(carry, x) -> (carry, y)``.
+        carry: The carry, or `jax.ShapeDtypeStruct` in its place.
+        x: The slice of one iteration, such as the parameters of one layer, or `jax.ShapeDtypeStruct` in its place.
+        length: Number of iterations.
+        budget: The most bytes of the loop and its derivative: the first carry, the slices of all iterations, results, gradients
+            and temporary values. Not a share.
+        costs: Where costs come from, as in `plan`.
+        names: Names that the body gives values itself with `jax.ad_checkpoint.checkpoint_name`, to choose among; ``"own"`` for
+            all of them. None names values here.
+
+    Raises:
+        OptionError: An option cannot be used.
+        GraphError: The body is no body of a loop.
+        InfeasibleBudgetError: The loop exceeds the budget if nothing but the carry is saved.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> def block(x, w):
+        ...     return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+        >>> x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        >>> w = {"up": jax.ShapeDtypeStruct((8, 32), jnp.float32), "down": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+        >>> found = policy(block, x, w, length=4, budget="1MiB", costs="estimated")
+        >>> named, save = found
+        >>> loop = lambda x, stacked: jax.lax.scan(jax.checkpoint(named, policy=save), x, stacked)
+    """
+    budget_bytes = total_bytes(budget)
+    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=False)
+    found, needed = loop.cheapest_within(budget_bytes)
+    (group,) = found.groups
+    return ScanPolicy(
+        block=loop.naming.with_names(group.names),
+        policy=group.policy,
+        names=group.names,
+        sources=group.sources,
+        offered=loop.layers.choices.offered,
+        saved_bytes=found.saved_bytes - length * loop.layers.carry_bytes,
+        overhead=loop.overhead(found.cost),
+        bound=loop.overhead(found.bound),
+        budget_bytes=budget_bytes,
+        temp_bytes=needed,
+        peak_bytes=loop.fixed_bytes + needed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,17 +215,60 @@ def scan(
         >>> y.shape
         (64, 8)
     """
-    found = search(block, carry, x, length=length, budget=budget, costs=costs, names=names, groups=True, exact=exact)
-    arrangement, layers = found.arrangement, found.layers
-    bound = layers.choices.bound(length, layers.carry_bytes, arrangement.saved_bytes)
+    budget_bytes = total_bytes(budget)
+    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=True, exact=exact)
+    found, needed = loop.cheapest_within(budget_bytes)
+    bound = loop.layers.choices.bound(length, loop.layers.carry_bytes, found.saved_bytes)
     return PlannedScan(
-        groups=arrangement.groups,
-        saved_bytes=arrangement.saved_bytes,
-        overhead=found.overhead(arrangement.cost),
-        bound=found.overhead(min(bound, arrangement.cost)),
-        budget_bytes=found.budget_bytes,
-        temp_bytes=found.temp_bytes,
-        peak_bytes=found.peak_bytes,
+        groups=found.groups,
+        saved_bytes=found.saved_bytes,
+        overhead=loop.overhead(found.cost),
+        bound=loop.overhead(min(bound, found.cost)),
+        budget_bytes=budget_bytes,
+        temp_bytes=needed,
+        peak_bytes=loop.fixed_bytes + needed,
         exact=exact,
-        _naming=found.naming,
+        _naming=loop.naming,
     )
+
+
+def maxtext_config(found: ScanPolicy) -> str:
+    """A policy as lines of a configuration of MaxText: ``remat_policy: 'custom'`` and a line for each name.
+
+    A name is on the ``device`` if it is saved, else it is computed again (``remat``). Only names that the body has are
+    written, because an older MaxText refuses names that it does not know.
+
+    Args:
+        found: A policy that was chosen among the body's own names: ``policy(block, ..., names="own")``.
+
+    Returns:
+        Lines of YAML for a configuration file, to be given to MaxText in place of ``remat_policy``.
+
+    Raises:
+        OptionError: A name is not one of MaxText's.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> from checkmate.jax import policy
+        >>> def block(x, w):
+        ...     hidden = checkpoint_name(x @ w["up"], "mlpwi")
+        ...     return checkpoint_name(jnp.tanh(hidden) @ w["down"], "mlpwo"), None
+        >>> x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        >>> w = {"up": jax.ShapeDtypeStruct((8, 32), jnp.float32), "down": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+        >>> print(maxtext_config(policy(block, x, w, length=4, budget="1MiB", costs="estimated", names="own")))
+        remat_policy: 'custom'
+        decoder_layer_input: 'device'
+        mlpwi: 'device'
+        mlpwo: 'remat'
+        <BLANKLINE>
+    """
+    carry = "decoder_layer_input"  # of every layer, which is saved anyway
+    offered = [name for name in found.offered if name != carry]
+    if unknown := sorted(set(offered).difference(_MAXTEXT_NAMES)):
+        raise OptionError(
+            f"MaxText's configuration has no value {', '.join(unknown)}",
+            hint="plan the body among MaxText's own names: checkmate.jax.policy(block, ..., names='own')",
+        )
+    lines = {"remat_policy": "custom", carry: "device"} | {name: "device" if name in found.names else "remat" for name in offered}
+    return "".join(f"{key}: '{value}'\n" for key, value in lines.items())

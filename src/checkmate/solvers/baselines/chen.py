@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from checkmate.core.problem import Problem
-from checkmate.core.result import Termination
-from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Points, check_points, sweep
-from checkmate.solvers.session import Session
+from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Heuristic
 
 
 @dataclass(frozen=True, slots=True)
-class ChenSqrtN:
+class ChenSqrtN(Heuristic):
     """Segments of equally many points, from one segment to as many as there are points.
 
     Chen et al. (2016), section 4.1, which takes the square root of the number of layers; here the number
@@ -24,24 +21,16 @@ class ChenSqrtN:
             order, as if it were a chain (``"linearized"``).
     """
 
-    points: Points = "articulation"
-
-    def __post_init__(self) -> None:
-        check_points(self.points)
-
-    def run(self, problem: Problem, session: Session) -> Termination:
-        """Try every number of segments."""
-        return sweep(problem, session, self._choices)
-
-    def _choices(self, forward: ForwardPass) -> Iterator[Drops]:
+    def choices(self, forward: ForwardPass) -> Iterator[Drops]:
+        """Every number of segments."""
         points = forward.points(self.points)
         for segments in range(1, len(points) + 2):
             ends = [points[round(k * (len(points) + 1) / segments) - 1] for k in range(1, segments)]
-            yield drops_between(forward, ends)
+            yield _drops_between(forward, ends)
 
 
 @dataclass(frozen=True, slots=True)
-class ChenGreedy:
+class ChenGreedy(Heuristic):
     """Segments of about equally many bytes: a point is kept once more than b bytes have been made since the last.
 
     Chen et al. (2016), algorithm 3; b is swept over the values that cut the pass into 1, 2, 3, ... parts,
@@ -51,45 +40,29 @@ class ChenGreedy:
         points: ``"articulation"`` or ``"linearized"``.
     """
 
-    points: Points = "articulation"
-
-    def __post_init__(self) -> None:
-        check_points(self.points)
-
-    def run(self, problem: Problem, session: Session) -> Termination:
-        """Try every threshold."""
-        return sweep(problem, session, self._choices)
-
-    def _choices(self, forward: ForwardPass) -> Iterator[Drops]:
+    def choices(self, forward: ForwardPass) -> Iterator[Drops]:
+        """Every threshold."""
         points = set(forward.points(self.points))
-        total = sum(forward.size_bytes(o) for o in forward.ops)
+        total = sum(map(forward.size_bytes, forward.ops))
         tried: set[tuple[int, ...]] = set()
         for parts in range(1, len(points) + 2):
-            ends = tuple(_greedy_ends(forward, points, total // parts))
-            if ends not in tried:
-                tried.add(ends)
-                yield drops_between(forward, ends)
+            ends: list[int] = []
+            made_bytes = 0
+            for o in forward.ops:
+                made_bytes += forward.size_bytes(o)
+                if o in points and made_bytes > total // parts:
+                    made_bytes = 0
+                    ends.append(o)
+            if tuple(ends) not in tried:
+                tried.add(tuple(ends))
+                yield _drops_between(forward, ends)
 
 
-def _greedy_ends(forward: ForwardPass, points: set[int], threshold_bytes: int) -> Iterator[int]:
-    """Points after which more than so many bytes have been made since the last one."""
-    made = 0
-    for o in forward.ops:
-        made += forward.size_bytes(o)
-        if o in points and made > threshold_bytes:
-            made = 0
-            yield o
-
-
-def drops_between(forward: ForwardPass, ends: Sequence[int]) -> Drops:
-    """Drops that keep only the points at the ends of segments.
+def _drops_between(forward: ForwardPass, ends: Sequence[int]) -> Drops:
+    """Drops that keep only the last op of each segment but the last one.
 
     A segment is held again from the first backward stage that reads any of it. The last one is never
     dropped: its backward comes next.
-
-    Args:
-        forward: The forward pass.
-        ends: Last op of each segment but the last one.
     """
     kept = set(ends)
     segments: list[list[int]] = [[]]

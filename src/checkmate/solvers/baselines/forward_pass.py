@@ -12,7 +12,8 @@ of them share one account of memory, and their plans compare with those of the o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -29,36 +30,8 @@ Points = Literal["articulation", "linearized"]
 NEVER: Final = 1 << 30
 """A stage that is never reached; fits the kernels' int32."""
 
-
-def check_points(points: str) -> None:
-    """Check the name of a kind of points.
-
-    Args:
-        points: The name.
-
-    Raises:
-        OptionError: ``points`` is neither ``"articulation"`` nor ``"linearized"``.
-    """
-    if points not in ("articulation", "linearized"):
-        raise OptionError(
-            f"points={points!r} is neither 'articulation' nor 'linearized'",
-            hint="choose 'articulation' to cut where every path passes, or 'linearized' to cut anywhere in the graph's order",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A decoded plan, measured.
-
-    Attributes:
-        cost: Cost of all computations.
-        peak_bytes: Most bytes held, resident bytes included.
-        order: Ops of the folded graph as they are computed.
-    """
-
-    cost: int
-    peak_bytes: int
-    order: list[int]
+Drops = Mapping[int, int]
+"""Dropped op -> stage from which its outputs are held again."""
 
 
 class ForwardPass:
@@ -68,9 +41,7 @@ class ForwardPass:
     use. One that is dropped is freed after its last forward use and computed again on demand: for one stage alone
     before a given stage, and to be held from that stage on. Values that may not be computed again are never dropped.
 
-    Args:
-        problem: A problem whose views are folded.
-        on_demand: Ops that are computed when another op needs them; they take no part in the segments.
+    The problem's views are folded. Ops that are computed when another op needs them take no part in the segments.
 
     Attributes:
         ops: Forward ops in order.
@@ -100,27 +71,15 @@ class ForwardPass:
                 self.first_backward_read[o] = len(stage) - 1
 
     def size_bytes(self, o: int) -> int:
-        """Bytes of an op's outputs.
-
-        Args:
-            o: Index of the op.
-        """
+        """Bytes of an op's outputs."""
         return sum(self.graph.values[v].size_bytes for v in self.graph.ops[o].outputs)
 
     def points(self, kind: Points) -> list[int]:
-        """Forward ops at which the pass may be cut, in order.
-
-        Args:
-            kind: ``"linearized"`` for all, ``"articulation"`` for those through which every path goes.
-        """
+        """Forward ops at which the pass may be cut, in order: all, or those through which every path goes."""
         return list(self.ops) if kind == "linearized" else articulation_points(self.graph, self.ops)
 
-    def schedule(self, until: Mapping[int, int]) -> Schedule | None:
-        """Plan that drops the outputs of some ops until a stage; None if it is longer than the kernels' arrays.
-
-        Args:
-            until: Dropped op -> stage from which its outputs are held again.
-        """
+    def schedule(self, until: Drops) -> tuple[int, int, list[int]] | None:
+        """Cost, peak with resident bytes, and order of a plan with some drops; None if it is longer than the kernels' arrays."""
         from checkmate.solvers.evict import decode as kernels
 
         stages = len(self._instance.targets)
@@ -139,24 +98,37 @@ class ForwardPass:
         if measured[0] < 0:
             return None
         order: list[int] = self._scratch.sequence[: length - 1].tolist()
-        return Schedule(int(measured[0]), int(measured[1]) + self.graph.resident_bytes, order)
+        return int(measured[0]), int(measured[1]) + self.graph.resident_bytes, order
 
 
-Drops = Mapping[int, int]
-"""Dropped op -> stage from which its outputs are held again."""
-
-
-def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], Iterable[Drops]]) -> Termination:
-    """Offer the plans that a heuristic finds within the budget, for every setting of its parameter.
+@dataclass(frozen=True, slots=True)
+class Heuristic:
+    """A checkpointing heuristic with one parameter, every setting of which is tried.
 
     The papers choose the parameter by a formula, such as the square root of the number of layers, that holds for equal
     layers. Decoding a plan takes milliseconds, so that here all are tried and the cheapest within the budget is kept.
-
-    Args:
-        problem: The problem.
-        session: The session.
-        choices: Gives the drops of each setting.
     """
+
+    points: Points = "articulation"
+
+    def __post_init__(self) -> None:
+        if self.points not in ("articulation", "linearized"):
+            raise OptionError(
+                f"points={self.points!r} is neither 'articulation' nor 'linearized'",
+                hint="choose 'articulation' to cut where every path passes, or 'linearized' to cut anywhere in the graph's order",
+            )
+
+    def choices(self, forward: ForwardPass) -> Iterator[Drops]:
+        """The drops of each setting."""
+        raise NotImplementedError
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Try every setting."""
+        return _sweep(problem, session, self.choices)
+
+
+def _sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], Iterable[Drops]]) -> Termination:
+    """Offer the plans that a heuristic finds within the budget, for every setting of its parameter."""
     from checkmate.solvers.evict.starts import load_kernels, target_lists
 
     session.prepare(load_kernels)
@@ -172,29 +144,26 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
         for until in choices(forward):
             if session.left_s() <= 0 or session.gap <= 0:
                 break
-            schedule = forward.schedule(until)
-            if schedule is None:
+            found = forward.schedule(until)
+            if found is None:
                 continue
-            lowest = min(lowest, schedule.peak_bytes)
-            if schedule.peak_bytes <= problem.budget_bytes and schedule.cost < best:
-                best = schedule.cost
-                session.offer(fold.invert(schedule.order))
+            cost, peak_bytes, order = found
+            lowest = min(lowest, peak_bytes)
+            if peak_bytes <= problem.budget_bytes and cost < best:
+                best = cost
+                session.offer(fold.invert(order))
     if session.plan is not None:
         return Termination(Reason.FEASIBLE)
     limit = "time" if session.left_s() <= 0 else ""
-    found = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
-    return Termination(Reason.NOT_FOUND, limit, found)
+    detail = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
+    return Termination(Reason.NOT_FOUND, limit, detail)
 
 
 def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
     """Ops whose removal disconnects the undirected graph of some ops, in order (Hopcroft and Tarjan 1973).
 
-    A depth-first search without recursion, as graphs are deeper than Python's stack: an op is an articulation point if a
-    branch below it reaches nothing above it, and the root if it has several branches.
-
-    Args:
-        graph: The graph.
-        ops: The ops; edges to others do not count.
+    An op is an articulation point if a branch of a depth-first search below it reaches nothing above it, and the root if it has
+    several branches.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (1, 2), (2, 3)])
@@ -205,38 +174,28 @@ def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
         [2]
     """
     inside = list(ops)
-    beside: dict[int, list[int]] = {o: [] for o in inside}
+    neighbours: dict[int, list[int]] = {o: [] for o in inside}
     for o in inside:
-        for p in {graph.producer[v] for v in graph.ops[o].inputs} & beside.keys():
-            beside[o].append(p)
-            beside[p].append(o)
+        for p in {graph.producer[v] for v in graph.ops[o].inputs} & neighbours.keys():
+            neighbours[o].append(p)
+            neighbours[p].append(o)
     found_at: dict[int, int] = {}
-    lowest: dict[int, int] = {}
-    points: set[int] = set()
+    parent: dict[int, int] = {}
     for start in inside:
-        if start in found_at:
-            continue
-        found_at[start] = lowest[start] = len(found_at)
-        # Each entry: op, the op it was found from, and an iterator over its neighbours, which is the state of the recursion.
-        branches = 0
-        stack = [(start, -1, iter(beside[start]))]
+        stack = [(start, -1)]
         while stack:
-            o, parent, rest = stack[-1]
-            p = next(rest, None)
-            if p is None:
-                stack.pop()
-                if stack:
-                    above = stack[-1][0]
-                    lowest[above] = min(lowest[above], lowest[o])
-                    if above == start:
-                        branches += 1
-                    elif lowest[o] >= found_at[above]:
-                        points.add(above)
-            elif p not in found_at:
-                found_at[p] = lowest[p] = len(found_at)
-                stack.append((p, o, iter(beside[p])))
-            elif p != parent:
-                lowest[o] = min(lowest[o], found_at[p])
-        if branches > 1:
-            points.add(start)
+            o, above = stack.pop()
+            if o not in found_at:
+                found_at[o], parent[o] = len(found_at), above
+                stack += [(p, o) for p in neighbours[o] if p not in found_at]
+    lowest = dict(found_at)
+    branches = Counter(parent.values())
+    points = {o for o in inside if parent[o] == -1 and branches[o] > 1}
+    for o in reversed(found_at):
+        above = parent[o]
+        lowest[o] = min([lowest[o], *(found_at[p] for p in neighbours[o] if p != above)])
+        if above != -1:
+            lowest[above] = min(lowest[above], lowest[o])
+            if parent[above] != -1 and lowest[o] >= found_at[above]:
+                points.add(above)
     return sorted(points)

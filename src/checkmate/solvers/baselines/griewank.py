@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
 
-from checkmate.core.problem import Problem
-from checkmate.core.result import Termination
-from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Points, check_points, sweep
-from checkmate.solvers.session import Session
+from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Heuristic
 
 
 @dataclass(frozen=True, slots=True)
-class Griewank:
+class Griewank(Heuristic):
     """Binomial checkpointing of a chain of steps with c states held at once; c is swept.
 
     Griewank and Walther (2000), algorithm 799 (revolve): the fewest forward steps for reversing a chain of
@@ -25,16 +22,8 @@ class Griewank:
         points: ``"articulation"`` or ``"linearized"``.
     """
 
-    points: Points = "articulation"
-
-    def __post_init__(self) -> None:
-        check_points(self.points)
-
-    def run(self, problem: Problem, session: Session) -> Termination:
-        """Try keeping everything, then every number of states."""
-        return sweep(problem, session, self._choices)
-
-    def _choices(self, forward: ForwardPass) -> Iterator[Drops]:
+    def choices(self, forward: ForwardPass) -> Iterator[Drops]:
+        """Keeping everything, then every number of states."""
         steps = _steps(forward, forward.points(self.points))
         yield {}
         for states in range(len(steps) - 1, -1, -1):
@@ -43,38 +32,16 @@ class Griewank:
                 yield _drops(forward, steps, held_from, early=early)
 
 
-def fewest_steps(steps: int, states: int) -> int:
-    """Forward steps that reverse a chain with some states held beside the first.
-
-    t(l, c) = r l - binomial(c + r, r - 1), where r is the least number with binomial(c + r, c) >= l (Griewank and Walther
-    2000). Their c counts the first state.
-
-    Args:
-        steps: Length l of the chain.
-        states: States held at once beside the first, c - 1.
-
-    Examples:
-        >>> [fewest_steps(10, states) for states in (0, 1, 2, 3, 9)]
-        [45, 20, 15, 14, 9]
-    """
-    if steps < 2:
-        return 0
-    repetitions = _repetitions(steps, states + 1)
-    return repetitions * steps - comb(states + 1 + repetitions, repetitions - 1)
-
-
 def first_state(steps: int, states: int) -> int:
-    """Step after which to hold the first state, so that the whole takes `fewest_steps`.
+    """Step of a chain after which to hold the first of some states, in addition to that before it, for the fewest forward steps.
 
     Several splits are optimal. With c slots and r repetitions this one is at most binomial(c + r - 1, c), the longest chain
-    that r - 1 repetitions can reverse, and leaves at least binomial(c + r - 2, c - 1) steps to the rest.
-
-    Args:
-        steps: Length of the chain.
-        states: States held at once beside the first, one or more.
+    that r - 1 repetitions can reverse, and leaves at least binomial(c + r - 2, c - 1) steps to the rest (Griewank and Walther
+    2000). Their c counts the state before the chain; r is the least number with binomial(c + r, c) >= ``steps``.
     """
-    slots = states + 1
-    repetitions = _repetitions(steps, slots)
+    slots, repetitions = states + 1, 0
+    while comb(slots + repetitions, slots) < steps:
+        repetitions += 1
     return max(1, min(comb(slots + repetitions - 1, slots), steps - comb(slots + repetitions - 2, slots - 1)))
 
 
@@ -100,14 +67,6 @@ def held_states(steps: int, states: int) -> dict[int, int]:
     return held
 
 
-def _repetitions(steps: int, slots: int) -> int:
-    """Fewest r such that a chain of so many steps can be reversed with some slots, no step computed more than r times."""
-    repetitions = 0
-    while comb(slots + repetitions, slots) < steps:
-        repetitions += 1
-    return repetitions
-
-
 def _steps(forward: ForwardPass, points: list[int]) -> list[list[int]]:
     """Ops of each step; a step ends with its point."""
     ends = set(points)
@@ -120,14 +79,10 @@ def _steps(forward: ForwardPass, points: list[int]) -> list[list[int]]:
 
 
 def _drops(forward: ForwardPass, steps: list[list[int]], held_from: dict[int, int], *, early: bool) -> Drops:
-    """Drops for one setting.
+    """Drops for the ops of each step and `held_states`.
 
-    Args:
-        forward: The forward pass.
-        steps: Ops of each step.
-        held_from: `held_states`.
-        early: Whether a state that is not among ``held_from`` is held from the reversal of the step after it, which starts
-            from it, and not only from that of the step that made it. Which is cheaper depends on what the step's ops read.
+    If early, a state that is not among these is held from the reversal of the step after it, which starts from it, and not only
+    from that of the step that made it. Which is cheaper depends on what the step's ops read.
     """
     count = len(steps)
     begins = [NEVER] * (count + 1)  # stage at which the reversal of step 1..count begins

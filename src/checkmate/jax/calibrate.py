@@ -1,0 +1,255 @@
+"""Plan, compile, read the bytes of temporary values, and plan again until the budget is kept. Nothing runs.
+
+XLA allocates the bytes of a compiled function before it runs. Some versions undo recomputations unless they are told not to.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.units import format_bytes
+from checkmate.frontend import calibration, progress
+from checkmate.frontend.calibration import Calibration, Proportional, Trial
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
+from checkmate.frontend.planner import Replanner, planner_for
+from checkmate.frontend.step_memory import StepMemory
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.graph.capture import Capture
+from checkmate.jax.profiler import environment, signature
+
+_log = logging.getLogger("checkmate.jax")
+
+_BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 on CPUs."""
+
+_told: set[str] = set()
+"""Backends whose options the user has asked for or was warned of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A captured function with its plan."""
+
+    capture: Capture
+    result: Result
+    budget_bytes: int | None
+    temp_bytes: int | None  # None if it was not compiled
+
+
+class Figures:
+    """The figures of the newest plan of a function or a step."""
+
+    _planned: Planned | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that was planned: of a step, or of a function and its derivative."""
+        return self._newest.capture.graph
+
+    @property
+    def result(self) -> Result:
+        """The solver's result, with its proof: overhead, bound and gap."""
+        return self._newest.result
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._newest.result.plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, or None."""
+        return self._newest.budget_bytes
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """Bytes of temporary values as XLA compiled the plan; None if it was not compiled."""
+        return self._newest.temp_bytes
+
+    @property
+    def _newest(self) -> Planned:
+        if self._planned is None:
+            raise PlanError("nothing is planned yet", hint="call jax.value_and_grad of the function first")
+        return self._planned
+
+
+class Compilation:
+    """Compiles plans of one capture, each once: what was compiled in earlier processes is read from a store.
+
+    Unless plans are to be verified, it compiles none.
+    """
+
+    def __init__(self, capture: Capture, donated: Sequence[int] = (), *, exact: bool, verify: bool) -> None:
+        self.capture, self.donated, self.exact, self.verify = capture, donated, exact, verify
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Text of all that decides on the plan, and on its bytes as it is compiled."""
+        if not self.verify:
+            return self.capture.graph.digest
+        program = "\n".join(signature(chain) for chain in self.capture.members if chain)
+        graph, exact = self.capture.graph.digest, " exact" * self.exact
+        settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact}"
+        return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()
+
+    @functools.cached_property
+    def known(self) -> dict[tuple[int, ...], int]:
+        """Bytes of temporary values of each plan that was compiled, by its order."""
+        return {plan.order: plan.memory.peak_bytes for plan in PlanStore(self.key).all()}
+
+    def temp_bytes(self, result: Result) -> int:
+        """Bytes of temporary values of a plan."""
+        order = result.plan.order
+        if order not in self.known:
+            program = PlannedProgram(self.capture, result.plan, exact=self.exact)
+            with progress.shown("compiling a plan"):
+                self.known[order] = temp_bytes(lambda *arguments: program(arguments), specs_of(self.capture), self.donated)
+            PlanStore(self.key).add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
+        return self.known[order]
+
+
+def specs_of(capture: Capture) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of the arguments of a captured function."""
+    types = [capture.trace.types[v] for v in capture.trace.arguments]
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
+
+
+def planned_within(compilation: Compilation, options: PlanningOptions) -> Planned:
+    """The cheapest plan found whose compiled bytes keep the budget; the first plan found if none is compiled.
+
+    Raises:
+        InfeasibleBudgetError: No plan was compiled that keeps the budget.
+    """
+    if options.plan is not None or options.budget is None or not compilation.verify:
+        result = planner_for(options)(compilation.capture.graph)
+        budget = None if options.budget is None else result.budget_bytes
+    else:
+        result, budget = _calibrated(compilation, options, options.budget)
+    if result.overhead > 1:
+        _warn_of_undone_fences()
+    needed = compilation.temp_bytes(result) if compilation.verify else None
+    return Planned(compilation.capture, result, budget, needed)
+
+
+def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Result, int]:
+    """The cheapest plan found whose compiled bytes keep a budget, and the budget in bytes."""
+    graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
+    budget = wanted.resolve(graph)
+    replanner = Replanner(graph, options)
+    # A compilation takes seconds, which a saving of 0.2 % of the cost repays within a few thousand steps.
+    policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
+    trials: Calibration[Result | None] = Calibration(budget, policy)
+    smallest: Result | None = None
+    failure: InfeasibleBudgetError | PlanNotFoundError | None = None
+
+    def replan(target_bytes: int) -> Result:
+        nonlocal smallest, failure
+        try:
+            return replanner(target_bytes)
+        except (InfeasibleBudgetError, PlanNotFoundError) as error:
+            if smallest is not None or trials.best() is not None:
+                raise
+            failure, smallest = error, replanner.smallest()  # XLA may need less than was planned
+            return smallest
+
+    def compiled(target_bytes: int, result: Result) -> Trial[Result | None] | None:
+        if result.cost > policy.worthwhile_cost(trials.trials, budget):
+            return None
+        needed = resident + compilation.temp_bytes(result)
+        amounts = (result.peak_bytes - resident, needed - resident, budget - resident)
+        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
+        return Trial.of(target_bytes, result, needed, result)
+
+    calibration.calibrate(trials, replan, compiled)
+    best = trials.best()
+    if best is not None and best.outcome is not None:
+        return best.outcome, budget
+    # A plan that was compiled before, such as that which an earlier refusal named; its bound is that of keeping everything.
+    orders = [order for order, needed in compilation.known.items() if needed <= budget - resident]
+    results = [evaluate(graph, Plan.from_order(graph, order)) for order in orders]
+    if not results:
+        raise trials.refusal(failure)
+    return min(results, key=lambda result: result.cost), budget
+
+
+def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
+    """Bytes of temporary values that XLA allocates for a function of flat arrays, above its arguments and results.
+
+    The function is compiled, and not run. Results may reuse the buffers of donated arguments.
+    """
+    jitted = jax.jit(function, donate_argnums=tuple(donated))
+    # XLA allocates buffers before LLVM optimizes, which takes half of the time.
+    quickly = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
+    options: Any = _options() | quickly
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=options).memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def compiler_options() -> dict[str, str]:
+    """Options of `jax.jit` with which XLA respects recomputations on the default device.
+
+    Empty where it does without. XLA for CPUs of jaxlib 0.10 removes barriers before its last merging of equal computations, so
+    that recomputations, also those of `jax.checkpoint`, are merged with the first computation and save nothing.
+
+    Returns:
+        Options to pass as ``jax.jit(step, compiler_options=...)``.
+
+    Examples:
+        >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
+        True
+    """
+    _told.add(jax.default_backend())
+    return _options()
+
+
+def _warn_of_undone_fences() -> None:
+    """Tell once if XLA undoes recomputations unless it is told otherwise, and no user code has asked for the options."""
+    backend = jax.default_backend()
+    if backend in _told or not _options():
+        return
+    _told.add(backend)
+    _log.warning(
+        "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile "
+        "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
+        "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
+        backend,
+    )
+
+
+def _options() -> dict[str, str]:
+    return dict(_BARRIERS_TO_THE_END) if _need_options(jax.default_backend()) else {}
+
+
+@functools.cache
+def _need_options(backend: str) -> bool:
+    """Whether a product of matrices and its recomputation behind a fence become one unless the options are given."""
+
+    def probe(x: jax.Array) -> jax.Array:
+        first = jnp.tanh(x @ x)
+        again, first = jax.lax.optimization_barrier((x, first))
+        return first + jnp.tanh(again @ again)
+
+    def products(options: dict[str, str]) -> int:
+        spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        try:
+            text = jax.jit(probe).lower(spec).compile(compiler_options=dict(options)).as_text() or ""
+        except jax.errors.JaxRuntimeError:  # a compiler without this option
+            return 0
+        return sum(" dot(" in line or "custom-call(" in line for line in text.splitlines())
+
+    return products({}) < 2 <= products(_BARRIERS_TO_THE_END)

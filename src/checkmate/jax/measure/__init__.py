@@ -1,1 +1,0 @@
-"""Times of ops, and bytes of compiled programs."""

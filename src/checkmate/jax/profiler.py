@@ -1,0 +1,173 @@
+"""Times of ops: measured once on the device and stored, or estimated from arithmetic and memory traffic."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.extend.core import Literal
+
+from checkmate.core.errors import OptionError
+from checkmate.cost.device import load_device, roofline_ns
+from checkmate.cost.processor import library_variables, processor
+from checkmate.cost.store import OpCost, quantise
+from checkmate.frontend import progress
+from checkmate.frontend.measured_costs import MeasuredCosts
+from checkmate.frontend.options import CostSource
+from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
+from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
+
+_log = logging.getLogger("checkmate.jax")
+
+_NOT_ALONE = COLLECTIVES | {"shard_map", "while"}
+"""Primitives that cannot run alone on arbitrary arrays: loops may not end, collectives need an axis."""
+
+Chain = tuple[Equation, ...]
+_R = TypeVar("_R")
+
+
+def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpCost]]:
+    """The function that gives the costs of ops: measured, estimated, or estimated for a device such as ``"H100"``."""
+    if costs == "measured":
+        here = environment()
+        return MeasuredCosts[Chain](
+            signature=lambda chain: f"{signature(chain)} {here} within a program" if all(map(_runs_alone, chain)) else None,
+            measure=lambda chains, known: _measure_all(chains),
+            estimate=estimate,
+        )
+    if costs in get_args(CostSource):
+        return lambda chains: list(map(estimate, chains))
+    try:
+        load_device(costs)
+    except OptionError as error:
+        raise OptionError(
+            f"costs={costs!r} is neither 'measured' nor 'estimated', and {error.message}",
+            hint="pass costs='measured', costs='estimated', or the name of a device, such as costs='H100'",
+        ) from None
+    return lambda chains: [estimate(chain, costs) for chain in chains]
+
+
+def estimate(chain: Chain, device: str = "CPU") -> OpCost:
+    """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device of which there is a profile."""
+    last = chain[-1].eqn
+    made = {v for equation in chain for v in equation.outputs}
+    read = [v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made]
+    moved = sum(map(type_bytes, [*read, *(v.aval for v in last.outvars)])) if len(chain) > 1 else moved_bytes(last)
+    kind = str(getattr(last.outvars[0].aval, "dtype", "float32")) if last.outvars else "float32"
+    total = sum(flops(equation.eqn) for equation in chain)
+    found = load_device(device)
+    if found.kind == "cpu":  # an op of a compiled program is no call, as it is in PyTorch, whose calls the profile has
+        found = msgspec.structs.replace(found, launch_ns=0)
+    return OpCost(quantise(roofline_ns(found, flop=total, dtype=kind, moved_bytes=moved)), 0)
+
+
+def environment() -> str:
+    """Device, versions and settings on which the time of an op depends."""
+    device = jax.devices()[0]
+    kind = processor() if device.platform == "cpu" else device.device_kind
+    precision: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    flags = f"flags={os.environ.get('XLA_FLAGS', '')} {precision} {library_variables()}"
+    return f"{device.platform} {kind} jax={jax.__version__} {flags}"
+
+
+def signature(chain: Chain) -> str:
+    """Text of what an op computes: primitives, shapes, types, parameters, and which equation reads which."""
+    number: dict[int, int] = {}
+    lines: list[str] = []
+    for equation in chain:
+        inputs = [
+            f"{v.aval.str_short()}" + (f"={s.val}" if isinstance(s, Literal) else f"@{number.setdefault(s, len(number))}")
+            for v, s in zip(equation.eqn.invars, equation.inputs, strict=True)
+        ]
+        outputs = [f"@{number.setdefault(v, len(number))}" for v in equation.outputs]
+        ignored = ("name", "sharding", "out_sharding")
+        parameters = [f"{k}={v}" for k, v in sorted(equation.eqn.params.items()) if k not in ignored]
+        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){','.join(parameters)}")
+    return ";".join(lines)
+
+
+def _runs_alone(equation: Equation) -> bool:
+    avals = [v.aval for v in (*equation.eqn.invars, *equation.eqn.outvars)]
+    arrays = all(hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
+    return arrays and equation.kind not in _NOT_ALONE and not has_effects(equation)
+
+
+def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
+    """Time every op alone. All are compiled first, several at once: then nothing else runs while one is timed."""
+    with progress.shown("compiling ops to measure"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Settings of JAX such as `jax.enable_x64` are those of a thread: programs are traced in this one.
+        lowered = {key: _tried(chain, _lowered, chain) for key, chain in chains.items()}
+        waiting = {key: pool.submit(program.compile) for key, program in lowered.items() if program is not None}
+    with jax.ensure_compile_time_eval():
+        empty = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        call_ns = _time_ns(functools.partial(empty, jnp.float32(0)), repeats=50)  # each takes a few microseconds
+    found: dict[str, OpCost] = {}
+    for key in progress.counted(list(waiting), "measuring costs"):
+        cost = _tried(chains[key], _measure, chains[key], waiting.pop(key), call_ns)
+        if cost is not None:
+            found[key] = cost
+    return found
+
+
+def _tried(chain: Chain, function: Callable[..., _R], *arguments: Any) -> _R | None:
+    """The answer of a function for an op; None if it fails."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 - whatever JAX or a backend raises for an op that cannot run alone
+        _log.info("%s could not be measured; its time is estimated: %s", chain[-1].kind, str(error).split("\n", 1)[0])
+        return None
+
+
+def _lowered(chain: Chain) -> Any:
+    """The program of one op, not compiled."""
+    types = types_from_outside(chain)
+
+    def run(*values: Any) -> list[Any]:
+        known: dict[int, Any] = dict(zip(types, values, strict=True))
+        for equation in chain:
+            known.update(equation.computed(known))
+        return [known[v] for v in chain[-1].outputs]
+
+    return jax.jit(run).lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types.values()))
+
+
+def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:
+    """Cost of an op, without the time of a call: within a step it is none. No op is faster than its estimate.
+
+    Its workspace is what XLA allocates for it alone, such as the transposed copies of what a convolution reads.
+    """
+    program = compiled.result()
+    with jax.ensure_compile_time_eval():  # the caller may be traced, as `remat` is: these are arrays all the same
+        values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
+    took_ns = _time_ns(functools.partial(program, *values)) - call_ns
+    workspace_bytes = int(program.memory_analysis().temp_size_in_bytes)
+    return OpCost(quantise(max(took_ns, estimate(chain).cost_ns)), workspace_bytes)
+
+
+def _synthetic(aval: Any) -> np.ndarray[Any, Any]:
+    """An input to measure with: floats away from 0 and 1, else zeros, which are valid indices."""
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        flat = np.resize(np.linspace(0.1, 0.9, min(math.prod(aval.shape), 1021) or 1), aval.shape)
+        return flat.astype(aval.dtype)
+    return np.zeros(aval.shape, aval.dtype)
+
+
+def _time_ns(run: Callable[[], Any], repeats: int = 5) -> int:
+    """Time of the fastest run; 40 ms of runs are enough, because the relative error of a slow op is small."""
+    jax.block_until_ready(run())
+    took: list[int] = []
+    while len(took) < repeats and sum(took) <= 40_000_000:
+        began = time.perf_counter_ns()
+        jax.block_until_ready(run())
+        took.append(time.perf_counter_ns() - began)
+    return min(took)
