@@ -31,8 +31,7 @@ from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import FitsOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 

@@ -19,8 +19,7 @@ from checkmate.torch.forecast.in_pieces import least_peak
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.options import ForecastOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 

@@ -22,7 +22,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
+from checkmate.torch.measure.device_memory import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.recipe import StepRecipe, StepSpec
 from checkmate.torch.step.tracing import trace_step

@@ -57,7 +57,7 @@ from checkmate.torch.inductor.settings import compiler_fingerprint, config_patch
 from checkmate.torch.inductor.stored_step import StoredStep
 from checkmate.torch.inductor.whole.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
+from checkmate.torch.measure.peak import measure_step, measure_whole_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last

@@ -21,10 +21,9 @@ from checkmate.regions import RegionPolicy, choose_policy
 from checkmate.regions.answer import Save
 from checkmate.regions.blocks import Call
 from checkmate.solvers.solve import solve
-from checkmate.torch.measure.optimizer_state import step_temporary_bytes
+from checkmate.torch.measure.device_memory import step_temporary_bytes
 from checkmate.torch.options import TracedOptions
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.step import capture
 
 

@@ -32,13 +32,12 @@ from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
-from checkmate.torch.measure.optimizer_state import state_bytes
+from checkmate.torch.measure.device_memory import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import BatchLayout, Example, refuse_inference_mode, refuse_untrainable, warn_of_clipping
+from checkmate.torch.step.arguments import BatchLayout, Example, Loss, refuse_inference_mode, refuse_untrainable, warn_of_clipping
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
-from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import StepRecipe
+from checkmate.torch.step.recipe import StepRecipe, check_micro_batches
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
