@@ -81,6 +81,10 @@ class DeviceTracer:
     optimizer: str | None = None  # name of an optimizer, in place of the recipe's
     trace_s: float = 0.0  # seconds that the newest trace took
 
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            optimizer_class(self.optimizer)
+
     def share_s(self, share: float) -> float:
         """Seconds for a search: a share of those left, at least a second, without which it would find nothing.
 
