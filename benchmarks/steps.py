@@ -40,7 +40,7 @@ class Variant:
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:
     """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
-    from checkmate.torch.step.programs import forward_program, with_unique_code
+    from checkmate.torch.step.recipe import forward_program, with_unique_code
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Any]:
         return None, model(*args, **kwargs)

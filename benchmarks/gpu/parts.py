@@ -37,7 +37,7 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.studies.reserved import reserved_bytes, smallest_arena
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.partition.copies import BUFFERS, measured_host
-from checkmate.torch.step.programs import forward_program
+from checkmate.torch.step.recipe import forward_program
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets of the peaks, between the smallest peak found and keeping everything."""

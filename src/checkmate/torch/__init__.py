@@ -26,7 +26,7 @@ from checkmate.torch.explain import explain, last_plan
 from checkmate.torch.forecast.fits import fits
 from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.options import GraphOptions, Options, StepOptions
+from checkmate.torch.options import FitsOptions, ForecastOptions, GraphOptions, Options, StepOptions
 from checkmate.torch.partition.check_peak import SplitError
 from checkmate.torch.step.planned_step import PlannedStep, Saved, StepExplanation
 from checkmate.torch.step.region_policy import checkpoint_regions, context_fn, region_policy
@@ -37,6 +37,8 @@ from checkmate.torch.steps.program import LateGradientError
 __all__ = [
     "CommonOptions",
     "Fits",
+    "FitsOptions",
+    "ForecastOptions",
     "GraphBreakError",
     "GraphOptions",
     "LargestBatch",

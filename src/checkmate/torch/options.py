@@ -119,14 +119,29 @@ class TracedOptions(TypedDict, total=False):
 
 
 class ForecastOptions(TracedOptions, total=False):
-    """Options of `largest_batch` and `fits`."""
+    """Options of `checkmate.torch.largest_batch` and `checkmate.torch.fits`.
+
+    Attributes:
+        whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
+        autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
+        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
+            peak, plan and largest sizes are then those of the step with some regions in pieces, which are named. To train at
+            such a batch give `compile` the budget and the same ``chunking``, not the plan. ``"exact"`` cannot be answered for.
+        time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
+            three traces; searches for which no time is left are skipped, with a remark.
+    """
 
     whole: bool | None
     chunking: Chunking
 
 
 class FitsOptions(ForecastOptions, total=False):
-    """Options of `fits`."""
+    """All options of `checkmate.torch.fits`: those of `ForecastOptions`, and this.
+
+    Attributes:
+        host: Memory of the host that values may be copied to over the device's bus, such as ``"32GiB"``. The verdict and the plan
+            are then those with copies; the smallest peak and the largest sizes are without.
+    """
 
     host: Amount | None
 

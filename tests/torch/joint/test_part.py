@@ -11,7 +11,7 @@ from torch import fx
 
 from checkmate.torch.joint.capture import Capture, capture_joint
 from checkmate.torch.joint.part import part_of
-from checkmate.torch.measure.roofline import estimated_costs
+from checkmate.torch.measure.estimates import estimated_costs
 from checkmate.torch.passes.undefined_tangents import without_tangents
 
 

@@ -12,8 +12,7 @@ from torch import fx
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import timing
-from checkmate.torch.measure.peak import peaks
-from checkmate.torch.measure.trial_step import measure_step
+from checkmate.torch.measure.peak import measure_step, peaks
 from checkmate.torch.steps.coordinator import Coordinator
 
 GRANULE, HAS = 512, 2**20

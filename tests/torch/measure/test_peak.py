@@ -8,6 +8,7 @@ import torch
 import checkmate
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
+from checkmate.torch.measure.peak import measure_step
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled
 
@@ -39,3 +40,24 @@ def test_planned_is_measured_on_cuda() -> None:
     interface, result = planned[-1]
     assert result.peak_bytes is not None
     assert abs(measured - (result.peak_bytes - interface.graph.resident_bytes)) <= 0.01 * measured
+
+
+def test_trial_steps_leave_nothing_behind() -> None:
+    """Statistics, gradients, versions and generators are the user's: measuring must not be seen."""
+    weight = torch.ones(4, requires_grad=True)
+    buffer = torch.zeros(4)
+    hooked: list[torch.Tensor] = []
+    weight.register_hook(hooked.append)
+
+    def run(w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        b.add_(torch.rand(4))
+        return [(w * w * torch.rand(4)).sum()]
+
+    before, versions = torch.get_rng_state(), (weight._version, buffer._version)
+    step = measure_step(run, (weight, buffer), hold_outputs=True)
+    assert torch.equal(buffer, torch.zeros(4))
+    assert weight.grad is None
+    assert not hooked
+    assert versions == (weight._version, buffer._version)
+    assert torch.equal(before, torch.get_rng_state())
+    assert step.peak_bytes >= step.saved_bytes >= step.gradient_bytes == 16

@@ -17,9 +17,8 @@ from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.measure.estimated_workspace import pieces_workspace_bytes
+from checkmate.torch.measure.estimates import estimate_ns, estimated_costs, pieces_workspace_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
 from checkmate.torch.step.recipe import StepRecipe
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
 from tests.torch.forecast.test_in_pieces import Head

@@ -17,7 +17,7 @@ import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.graph.pieces import PIECES, Pieces
-from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.measure.single_op import needed_bytes, ready_to_run
 from tests.torch.networks import input_of, mlp

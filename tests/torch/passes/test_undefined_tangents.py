@@ -15,7 +15,7 @@ from torch import fx
 from checkmate import Plan, simulate
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.joint.capture import capture_joint
-from checkmate.torch.measure.roofline import estimated_costs
+from checkmate.torch.measure.estimates import estimated_costs
 from checkmate.torch.passes.undefined_tangents import without_tangents
 
 Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]

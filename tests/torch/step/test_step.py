@@ -18,7 +18,7 @@ import checkmate
 from checkmate.torch import measure_peak
 from checkmate.torch._compat import dynamo
 from checkmate.torch.graph.storages import leaves, unique_bytes
-from checkmate.torch.measure.optimizer_state import state_bytes
+from checkmate.torch.measure.device_memory import state_bytes
 from tests.torch.networks import Cnn, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful
 

@@ -40,9 +40,9 @@ from checkmate.torch.joint.hidden_state import mark_hidden_state
 from checkmate.torch.joint.part import part_of, reads_of_overwritable
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
+from checkmate.torch.measure.estimates import estimated_costs
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
-from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task

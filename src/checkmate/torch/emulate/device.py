@@ -19,8 +19,7 @@ from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_workspace_bytes
 from checkmate.torch.graph.pieces import PIECES
-from checkmate.torch.measure.estimated_workspace import pieces_workspace_bytes
-from checkmate.torch.measure.roofline import estimate_ns
+from checkmate.torch.measure.estimates import estimate_ns, pieces_workspace_bytes
 
 aten = torch.ops.aten
 

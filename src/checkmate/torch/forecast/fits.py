@@ -27,12 +27,11 @@ from checkmate.torch.chunking.choose import InPieces
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import SizeSearch
-from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
+from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import FitsOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
@@ -52,8 +51,8 @@ def fits(
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
     The step is traced with fake tensors: nothing runs and nothing is allocated, so that model and example can be on the meta
-    device (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, which no device
-    beats. Workspace that is unknown is listed in ``remarks``; the headroom is meant for it.
+    device (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, also of pieces, which
+    no device beats. Workspace that is unknown is listed in ``remarks``; the headroom is meant for it.
 
     Args:
         model: As in `compile`, like ``loss`` and ``example``.
@@ -65,16 +64,7 @@ def fits(
         memory: Memory of the device, in place of that in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, such as the sequence length, whose largest size is also wanted.
-        options: The options below, by name.
-        whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
-        autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
-        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: the
-            smallest peak, the plan and the largest sizes are then those of the step with some regions in pieces, which are named.
-            Times of pieces are roofline estimates like all others. ``"exact"`` cannot be answered for a device that is not there.
-        host: Memory of the host that values may be copied to over the device's bus, such as ``"32GiB"``. The verdict and the plan
-            are then those with copies; the smallest peak and the largest sizes are without.
-        time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute; searches for which no time
-            is left are skipped, with a remark.
+        options: Further options; `FitsOptions` describes them.
 
     Returns:
         The report; true where the step fits.
@@ -92,8 +82,7 @@ def fits(
         >>> bool(answer), answer.verdict, answer.parameter_bytes, answer.state_bytes
         (True, 'keeps everything', 4198400, 8396800)
     """
-    began = time.perf_counter()
-    chunking, host = options.get("chunking", "off"), options.get("host")
+    began, chunking, host = time.perf_counter(), options.get("chunking", "off"), options.get("host")
     check_chunking(chunking)
     if host is not None and chunking != "off":
         raise OptionError("host and chunking are not planned together", hint="leave out chunking, or host")
@@ -102,8 +91,6 @@ def fits(
     name = optimizer if isinstance(optimizer, str) else None
     given = {"model": model, "loss": loss, "optimizer": None if name else optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
-    if name is not None:
-        optimizer_class(name)
     tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, name)
     if sequence_dim is not None and tracer.size(sequence_dim) is None:
         raise OptionError(

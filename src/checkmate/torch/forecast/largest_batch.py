@@ -19,8 +19,7 @@ from checkmate.torch.forecast.in_pieces import least_peak
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.options import ForecastOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
@@ -91,14 +90,7 @@ def largest_batch(
         sequence_dim: A dimension of the example's tensors, such as 1, whose largest size at the example's batch is also wanted.
         max_overhead: Limit on the cost of the plan: a factor over computing each op once, such as 1.3, or one extra forward.
         clip_norm: Largest norm of all gradients together.
-        options: The options below, by name.
-        whole: Whether the optimizer's updates are planned with the rest.
-        autocast: Type of `torch.autocast` around model and loss.
-        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece: the plan is then one of the
-            graph with the regions that its result names. To train at that batch give `compile` the budget and the same
-            ``chunking``, not the plan.
-        time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and three traces are
-            needed.
+        options: Further options; `ForecastOptions` describes them.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
@@ -127,20 +119,23 @@ def largest_batch(
     with progress.shown("looking for the largest batch"):
         step = tracer.traced()
         _check_update(step, budget_bytes)
-        search = SizeSearch(
-            tracer=tracer,
-            step=step,
-            available_bytes=budget_bytes,
-            kinds=least_peak(step, chunking).kinds,
-            max_overhead=max_overhead,
-        )
-        tracer.until -= 0 if sequence_dim is None else (until - time.perf_counter()) / 2
-        longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _steps={})
-        found = search.found()
+        kinds = least_peak(step, chunking).kinds
+        search = {"tracer": tracer, "step": step, "available_bytes": budget_bytes, "kinds": kinds, "max_overhead": max_overhead}
+        return _largest(SizeSearch(**search), sequence_dim, began)
+
+
+def _largest(search: SizeSearch, sequence_dim: int | None, began: float) -> LargestBatch:
+    """The largest batch, and the longest sequence, each in half of the time that is left."""
+    tracer, until, longest = search.tracer, search.tracer.until, None
+    longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _steps={})
+    if longer is not None:
+        tracer.until -= (until - time.perf_counter()) / 2
+    found = search.found()
+    if longer is not None:
         tracer.until = until
-        longest = None if longer is None else longer.found()
+        longest = longer.found()
     return LargestBatch(
-        budget_bytes=budget_bytes,
+        budget_bytes=search.available_bytes,
         batch=found.batch,
         plan=found.plan,
         result=found.result,

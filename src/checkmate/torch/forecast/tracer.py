@@ -22,7 +22,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
+from checkmate.torch.measure.device_memory import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.recipe import StepRecipe, StepSpec
 from checkmate.torch.step.tracing import trace_step
@@ -80,6 +80,10 @@ class DeviceTracer:
     target: EmulatedDevice | None = None  # None for the device at hand, where costs and workspace are measured
     optimizer: str | None = None  # name of an optimizer, in place of the recipe's
     trace_s: float = 0.0  # seconds that the newest trace took
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            optimizer_class(self.optimizer)
 
     def share_s(self, share: float) -> float:
         """Seconds for a search: a share of those left, at least a second, without which it would find nothing.

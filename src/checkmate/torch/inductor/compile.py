@@ -35,7 +35,7 @@ from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches
 from checkmate.torch.inductor.whole_step import WholeStep
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
+from checkmate.torch.measure.peak import measure_step, measure_whole_step
 from checkmate.torch.partition.split import Recapture
 
 _log = logging.getLogger("checkmate.torch")

@@ -1,15 +1,22 @@
-"""Measured peak of allocated memory while a function runs."""
+"""Measured peaks of allocated memory: of a function, and of trial steps on the real batch, which restore all state."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from checkmate.core.errors import CheckmateError, OptionError
-from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.frontend.step_memory import StepMemory
+from checkmate.torch._compat.aot import overwritten_inputs
+from checkmate.torch._compat.dispatch import no_modes
+from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers, profiler_running
+from checkmate.torch.graph.rng import generators_restored
+from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 _MARK = "checkmate::mark"
 
@@ -96,3 +103,87 @@ def peaks(device: torch.device) -> Iterator[Peaks]:
         elif what == "alloc":
             held += amount  # type: ignore[operator]
             peak = max(peak, held)
+
+
+_log = logging.getLogger("checkmate.torch")
+
+
+def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
+    """Run two steps and measure the second; the first loads kernels and allocates buffers that stay.
+
+    Inputs are passed as new leaf tensors that alias them, so that no gradient reaches a parameter and no hook is called.
+    Storages that the forward overwrites and the states of random generators are restored. If a step runs out of memory, it takes
+    all of the CUDA device's: more than any budget.
+    """
+
+    def measured() -> StepMemory:
+        _step(run, inputs, hold_outputs, lambda: None)
+        with peaks(_device(inputs)) as found:
+            gradients = _step(run, inputs, hold_outputs, found.mark)
+        (forward, between), (backward, _) = found.parts
+        return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)
+
+    return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=False))
+
+
+def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:
+    """Run two whole steps, with their updates, and measure the second; see `measure_step`. All inputs are restored."""
+
+    def measured() -> StepMemory:
+        run(*inputs)
+        return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
+
+    # AOTAutograd's metadata does not name parameters: updates were marks when it traced the step.
+    return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=True))
+
+
+def _on_trial(inputs: Sequence[Any], measured: Callable[[], StepMemory], *, everything: bool) -> StepMemory:
+    with _put_back(inputs, everything=everything), no_modes(), torch.enable_grad():
+        try:
+            return measured()
+        except torch.OutOfMemoryError as error:  # a smaller plan may still fit
+            _log.info("a measured step ran out of memory: %s", error)
+        torch.cuda.empty_cache()
+        _, most = torch.cuda.mem_get_info()
+        return StepMemory(forward_peak_bytes=most, saved_bytes=most, backward_peak_bytes=most, gradient_bytes=0)
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    found = (t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda")
+    return next(found, torch.device("cpu"))
+
+
+def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None]) -> int:
+    """Run a forward and a backward; return the bytes of the gradients that the backward leaves."""
+    leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
+    results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
+    losses = [r for r in results if r.requires_grad]
+    # If there is a scalar output it is the loss, and AOTAutograd itself makes zero gradients for the other outputs, as in
+    # the user's step. Without one this is a part of a step, whose gradients come from the graph that follows it: expanded
+    # scalars allocate nothing before the backward reads them.
+    losses = [r for r in losses if not r.ndim] or losses
+    seeds = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in losses]
+    edges = [torch.autograd.graph.get_gradient_edge(r) for r in losses]
+    del losses
+    if not hold_outputs:
+        results.clear()
+    between()
+    torch.autograd.backward(edges, seeds)
+    return unique_bytes(t.grad for t in leaves if isinstance(t, torch.Tensor) and t.grad is not None)
+
+
+@contextmanager
+def _put_back(inputs: Sequence[Any], *, everything: bool = False) -> Iterator[None]:
+    """Restore, on leaving, the state of every random generator, and the inputs that AOTAutograd's metadata says it overwrites."""
+    written = None if everything else overwritten_inputs(len(inputs))
+    chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
+    storages = {storage_key(t): t.untyped_storage() for t in chosen}
+    saved = {key: storage.cpu() if storage.device.type == "cuda" else storage.clone() for key, storage in storages.items()}
+    with generators_restored():
+        try:
+            yield
+        finally:
+            # Through the storage and not the tensor: writing a tensor raises its version counter, and the backward of an
+            # earlier graph that saved the tensor would then be refused by autograd.
+            for key, storage in storages.items():
+                storage.copy_(saved[key])

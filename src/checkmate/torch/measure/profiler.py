@@ -27,9 +27,8 @@ from checkmate.torch.graph.pieces import PIECES
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes
-from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.estimates import estimate_ns, estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
-from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.single_op import INPUTS, call_of, layout, materialised, needed_bytes, on_cuda, ready_to_run
 from checkmate.torch.measure.timing import (
     LONG_NS,

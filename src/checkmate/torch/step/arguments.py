@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError, shortened
-from checkmate.torch.step.programs import Loss
 
 _log = logging.getLogger("checkmate.torch")
 
+Loss = Callable[..., torch.Tensor]
 Example = Sequence[Any] | Mapping[str, Any]
 """A batch: positional arguments, the loss's target last, or keyword arguments of the model."""
 

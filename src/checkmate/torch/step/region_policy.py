@@ -21,10 +21,9 @@ from checkmate.regions import RegionPolicy, choose_policy
 from checkmate.regions.answer import Save
 from checkmate.regions.blocks import Call
 from checkmate.solvers.solve import solve
-from checkmate.torch.measure.optimizer_state import step_temporary_bytes
+from checkmate.torch.measure.device_memory import step_temporary_bytes
 from checkmate.torch.options import TracedOptions
-from checkmate.torch.step.arguments import Example
-from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.step import capture
 
 
@@ -79,15 +78,12 @@ def region_policy(
         # Eager mode makes tensors of a few bytes from Python numbers, 32 in a network with unfused attention; the trace has none.
         graph = capture(model, loss, **given, whole=False, reserve=4096)
         problem = Problem(graph, budget)
-        budget_bytes = problem.budget_bytes
-        _check_update(graph.resident_bytes, model, optimizer, budget_bytes)
-        planned = solve(problem, limits=Limits(time_s=half_s), raise_on_failure=False)
-        # The random state of the CPU is in the memory of the CPU also where the model is not.
-        on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())
+        _check_update(graph.resident_bytes, model, optimizer, problem.budget_bytes)
+        on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())  # where the random state is, in any case
         return choose_policy(
             graph,
-            budget_bytes,
-            planned,
+            problem.budget_bytes,
+            solve(problem, limits=Limits(time_s=half_s), raise_on_failure=False),
             save=save,
             regions=regions,
             region_bytes=torch.get_rng_state().nbytes if on_cpu else 0,

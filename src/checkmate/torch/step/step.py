@@ -32,13 +32,12 @@ from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
-from checkmate.torch.measure.optimizer_state import state_bytes
+from checkmate.torch.measure.device_memory import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions, check_chunking, fields_of
-from checkmate.torch.step.arguments import BatchLayout, Example, refuse_inference_mode, refuse_untrainable, warn_of_clipping
+from checkmate.torch.step.arguments import BatchLayout, Example, Loss, refuse_inference_mode, refuse_untrainable, warn_of_clipping
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
-from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import StepRecipe
+from checkmate.torch.step.recipe import StepRecipe, check_micro_batches
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
@@ -238,19 +237,13 @@ def compile(  # noqa: A001 - named like torch.compile
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     refuse_untrainable(model)
     checked = Options(budget=budget, **fields_of(Options, options))
-    whole = recipe.whole
-    if checked.checkpoints == "respected":
-        if whole:
-            raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
-        whole = False
-    if checked.compiler == "inductor":
-        whole = _whole_by_inductor(optimizer, whole or (recipe.micro_batches > 1 and whole is None))
+    whole = _whole(recipe, checked)
     if recipe.autocast is torch.float16 and optimizer is not None:
         raise OptionError(
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
         )
-    return Step(replace(recipe, whole=whole and not checked.accumulate), checked, dynamic=options.get("dynamic", False))
+    return Step(replace(recipe, whole=whole), checked, dynamic=options.get("dynamic", False))
 
 
 @takes_options(GraphOptions, Options, StepRecipe)
@@ -310,12 +303,22 @@ def capture(
     return msgspec.structs.replace(graph, name=type(model).__name__)
 
 
-def _whole_by_inductor(optimizer: torch.optim.Optimizer | None, asked: bool) -> bool:
-    """Whether Inductor compiles the updates: only where that is asked for, since they are then rounded in another way."""
-    reason = uncompiled_reason(optimizer) if asked and optimizer is not None else None
-    if reason is not None:
-        raise OptionError(
-            f"compiler='inductor' cannot compile the updates of a whole step: {reason}",
-            hint="leave out whole=True and micro_batches, or use compiler='eager', which calls the optimizer's own code",
-        )
-    return asked
+def _whole(recipe: StepRecipe, options: Options) -> bool | None:
+    """Whether the updates are in the step; None for wherever they can be.
+
+    Inductor compiles them only where that is asked for, since they are then rounded in another way.
+    """
+    whole = recipe.whole
+    if options.checkpoints == "respected":
+        if whole:
+            raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
+        whole = False
+    if options.compiler == "inductor":
+        whole = whole or (recipe.micro_batches > 1 and whole is None)
+        reason = uncompiled_reason(recipe.optimizer) if whole and recipe.optimizer is not None else None
+        if reason is not None:
+            raise OptionError(
+                f"compiler='inductor' cannot compile the updates of a whole step: {reason}",
+                hint="leave out whole=True and micro_batches, or use compiler='eager', which calls the optimizer's own code",
+            )
+    return whole and not options.accumulate

@@ -41,7 +41,7 @@ from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
 from checkmate.torch.graph.storages import same_bytes, storage_key
-from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.profiler import workspace_bytes
 from checkmate.torch.measure.resident import beyond_bytes
 

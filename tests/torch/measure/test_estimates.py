@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from checkmate.torch import measure_peak
-from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.estimates import estimated_workspace_bytes
 
 aten = torch.ops.aten
 SHAPES = [  # channels, channels of the result, groups, transposed
