@@ -80,7 +80,7 @@ class _Stream(io.TextIOBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a verb: one JSON object, or facts, a table and lines on stdout, with the written files and a hint on stderr."""
+    """The answer of a verb: one JSON object, or facts, a table and lines; the written files and a hint go to stderr."""
 
     data: Mapping[str, Any]
     facts: Sequence[tuple[str, str]] = ()
