@@ -97,7 +97,7 @@ def test_verify_reads_results_too(run):
     assert run("verify", "chain.graph.json", "result.json", "--budget", BUDGET).code == 0
 
 
-@pytest.mark.parametrize("budget", ["60%", "60 %", "5.5 MiB", "5.5M"])
+@pytest.mark.parametrize("budget", ["60 %", "5.5M"])
 def test_commands_in_hints_can_be_pasted_into_a_shell(run, tmp_path, budget):
     """A budget and the name of a file may have spaces; a shell splits at them."""
     (tmp_path / "my model.graph.json").write_bytes((tmp_path / "chain.graph.json").read_bytes())

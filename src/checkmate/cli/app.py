@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError
 from cyclopts.help import DefaultFormatter, PanelSpec
 from rich.box import Box
 
-from checkmate.cli import demo, diagnosis, plans, signals, steps, studies, terminal, views
+from checkmate.cli import demo, diagnosis, plans, steps, studies, terminal, views
 from checkmate.cli.run import arranged, misspelt
 from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     facts: dict[str, Any] = {}
     try:
-        with signals.stopping_as_interrupts():
+        with terminal.stopping_as_interrupts():
             code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
             return code if isinstance(code, int) else OK
     except MissingArgumentError as error:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
-from checkmate.cli import signals
+from checkmate.cli import terminal
 from checkmate.core import files
 from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.core.graph import Graph
@@ -82,7 +82,7 @@ class Outputs:
             data = content if isinstance(content, bytes) else files.encode(content)
             try:
                 self._check_is_no_input(path)
-                with contextlib.nullcontext() if files.is_special(path) else signals.ignored():
+                with contextlib.nullcontext() if files.is_special(path) else terminal.signals_ignored():
                     files.write_bytes(path, data)
                 continue
             except OptionError as error:

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -123,6 +123,11 @@ class Amounts:
     def keep_all_bytes(self) -> int:
         """Peak of keeping everything."""
         return keep_all_bytes(self.graph)
+
+    def data(self) -> dict[str, Any]:
+        """File, digest, sizes and unit of the graph, for JSON."""
+        sizes = {"resident_bytes": self.graph.resident_bytes, "keep_all_bytes": self.keep_all_bytes}
+        return {"graph": str(self.path), "graph_digest": self.graph.digest, **sizes, "cost_unit": self.graph.cost_unit}
 
     def budget(self, budget_bytes: int, asked: Budget | None = None) -> str:
         """A budget relative to the peak of keeping everything; a share that was asked for as itself."""

@@ -119,19 +119,12 @@ def _plan_data(amounts: Amounts, keep_all: Timeline, timeline: Timeline, result:
         **terminal.picked(timeline, "host_peak_bytes", "waited"),
     }
     return {
-        "graph": str(amounts.path),
-        "graph_digest": graph.digest,
+        **amounts.data(),
+        **terminal.picked(result, "budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap", "solver"),
         "plan": str(where),
-        **terminal.picked(result, "budget_bytes", "peak_bytes"),
-        "resident_bytes": graph.resident_bytes,
-        "cost": result.cost,
-        "cost_unit": graph.cost_unit,
-        "overhead": result.overhead,
         "recomputations": len(result.plan.order) - len(graph.ops),
-        **terminal.picked(result, "bound", "gap"),
         "status": result.termination.reason.value,
         **terminal.picked(result.termination, "limit", "detail"),
-        "solver": result.solver,
         "elapsed_s": round(result.elapsed_s, 3),
         "remarks": list(result.remarks),
         "keep_all": terminal.picked(keep_all, "peak_bytes", "cost"),
@@ -241,17 +234,11 @@ def min_budget(
     hint = f"find the cheapest plan within it with {cheapest}"
     return terminal.Answer(
         data={
-            "graph": str(graph),
-            "graph_digest": amounts.graph.digest,
+            **amounts.data(),
             "plan": str(where),
             "smallest_bytes": found.peak_bytes,
-            **terminal.picked(found, "floor_bytes", "proven", "why"),
-            "keep_all_bytes": amounts.keep_all_bytes,
-            "resident_bytes": amounts.graph.resident_bytes,
-            "cost": found.cost,
-            "cost_unit": amounts.graph.cost_unit,
-            "overhead": found.overhead,
             "elapsed_s": round(found.elapsed_s, 3),
+            **terminal.picked(found, "floor_bytes", "proven", "why", "cost", "overhead"),
         },
         facts=[
             ("graph", str(amounts)),

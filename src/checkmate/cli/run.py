@@ -14,7 +14,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from checkmate.cli import signals, terminal
+from checkmate.cli import terminal
 from checkmate.cli.targets import needs
 from checkmate.core.errors import CheckmateError, OptionError
 from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment, parsed
@@ -52,7 +52,7 @@ def run(
     from checkmate.torch.integrations.script import training_within
 
     printed = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
-    with printed, training_within(budget, time_limit_s=time_limit) as report, signals.as_in_python():
+    with printed, training_within(budget, time_limit_s=time_limit) as report, terminal.signals_as_in_python():
         code = _run(script, arguments)
     if json:
         names = ("compiled", "optimizers", "steps", "announced_bytes", "measured_bytes")

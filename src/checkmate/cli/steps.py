@@ -95,13 +95,10 @@ def _captured(amounts: Amounts) -> terminal.Answer:
     graph, path = amounts.graph, amounts.path
     return terminal.Answer(
         data={
-            "graph": str(path),
-            "graph_digest": graph.digest,
+            **amounts.data(),
             "ops": len(graph.ops),
             "values": len(graph.values),
-            "resident_bytes": graph.resident_bytes,
-            "keep_all_bytes": amounts.keep_all_bytes,
-            **terminal.picked(graph, "cost", "cost_unit"),
+            "cost": graph.cost,
         },
         facts=[
             ("graph", str(amounts)),

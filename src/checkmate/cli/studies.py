@@ -98,10 +98,9 @@ def _curve_found(amounts: Amounts, search: PointSearch, curve: Curve, where: Pat
     numbers = ("budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap")
     return terminal.Answer(
         data={
-            "graph": str(amounts.path),
-            "graph_digest": curve.graph_digest,
+            **amounts.data(),
             "curve": str(where),
-            **terminal.picked(curve, "floor_bytes", "cost_unit", "solver"),
+            **terminal.picked(curve, "floor_bytes", "solver"),
             "points": [{**terminal.picked(p, *numbers), "elapsed_s": round(p.elapsed_s, 3)} for p in curve.points],
         },
         facts=[

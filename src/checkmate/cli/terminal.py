@@ -1,4 +1,7 @@
-"""Output of verbs: data to stdout, messages to stderr. All text goes through here, where it becomes safe for a terminal."""
+"""Output of verbs: data to stdout, messages to stderr. All text goes through here, where it becomes safe for a terminal.
+
+Signals that ask a verb to stop do what Ctrl-C does, so that the best plan so far is kept.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, TextIO, cast
+from types import FrameType
+from typing import IO, Annotated, Any, Final, TextIO, cast
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -80,7 +87,7 @@ class _Stream(io.TextIOBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a verb: one JSON object, or facts, a table and lines on stdout, with the written files and a hint on stderr."""
+    """The answer of a verb: one JSON object, or facts, a table and lines; the written files and a hint go to stderr."""
 
     data: Mapping[str, Any]
     facts: Sequence[tuple[str, str]] = ()
@@ -211,3 +218,53 @@ def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
         console.print(grid)
     console.print("\n".join(line.rstrip() for line in capture.get().splitlines()) if not console.is_terminal else grid)
     console.print()
+
+
+_STOPPING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Handle signals in the main thread during the block."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            if previous is not None:  # None: it was not set by Python
+                signal.signal(number, previous)
+
+
+@contextmanager
+def stopping_as_interrupts() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` where SIGTERM or SIGHUP would end the program during the block; ignored signals stay ignored."""
+    last = -1.0
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        repeated, last = now - last < 1, now  # within a second it is the same request: a terminal that closes sends several
+        if not repeated:
+            raise KeyboardInterrupt
+
+    with _handled([number for number in _STOPPING if signal.getsignal(number) is signal.SIG_DFL], interrupt):
+        yield
+
+
+@contextmanager
+def signals_as_in_python() -> Iterator[None]:
+    """Let the signals end the program during a block that runs another program's code, as they do without this package."""
+    with _handled([number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN], signal.SIG_DFL):
+        yield
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore the signals during a block that writes the results: the verb ends after it anyway.
+
+    Handlers are replaced, because a mask would hold for this thread only, and engines have threads that take signals.
+    """
+    with _handled((signal.SIGINT, *_STOPPING), lambda _number, _frame: None):
+        yield

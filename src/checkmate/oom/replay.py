@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,16 +50,12 @@ class Moment:
     @property
     def largest_free_bytes(self) -> int:
         """Bytes of the largest free range of one segment."""
-        blocks = sorted((block.address, block.size_bytes) for block in self.held)
-        largest, k = 0, 0
-        for start, size in sorted(self.segments):
-            free_from, end = start, start + size
-            while k < len(blocks) and blocks[k][0] < end:
-                address, taken = blocks[k]
-                largest = max(largest, address - free_from)
-                free_from = max(free_from, address + taken)
-                k += 1
-            largest = max(largest, end - free_from)
+        blocks = sorted((block.address, block.address + block.size_bytes) for block in self.held)
+        largest = 0
+        for start, size in self.segments:
+            inside = blocks[bisect_left(blocks, (start,)) : bisect_left(blocks, (start + size,))]
+            edges = [start, *(edge for block in inside for edge in block), start + size]
+            largest = max(largest, *(stop - begin for begin, stop in zip(edges[::2], edges[1::2], strict=True)))
         return largest
 
 
@@ -129,16 +127,9 @@ def _blocks(segment: Segment) -> list[tuple[int, tuple[int, Any]]]:
 
 def _peak(trace: list[Event], left_bytes: int) -> int:
     """Number of events until the first moment at which most bytes are in use, found backwards from what is left."""
-    now = most = left_bytes
-    found = len(trace)
-    for k in range(len(trace) - 1, -1, -1):
-        if trace[k].action == "alloc":
-            now -= trace[k].size
-        elif trace[k].action in _FREED:
-            now += trace[k].size
-        if now >= most:
-            most, found = now, k
-    return found
+    changes = (event.size if event.action == "alloc" else -event.size * (event.action in _FREED) for event in reversed(trace))
+    held = list(accumulate(changes, sub, initial=left_bytes))[::-1]
+    return held.index(max(held))
 
 
 def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[int, int]]:
