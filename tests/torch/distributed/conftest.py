@@ -7,13 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from checkmate.torch.distributed import consensus as ranks_module
 from checkmate.torch.distributed.consensus import Ranks
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Ranks]]:
+def store() -> dist.Store:
+    """The store at which the ranks meet."""
+    return dist.HashStore()
+
+
+@pytest.fixture
+def job(store: dist.Store) -> Callable[..., list[Ranks]]:
     """Ranks that meet at one store."""
-    store = dist.HashStore()
-    monkeypatch.setattr(ranks_module, "job_store", lambda: store)
-    return lambda count, **options: [Ranks(rank, count, **options) for rank in range(count)]
+    return lambda count, **options: [Ranks(rank, count, lambda: store, **options) for rank in range(count)]

@@ -6,12 +6,12 @@ import datetime
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from checkmate import InfeasibleBudgetError
-from checkmate.torch.distributed import consensus as ranks_module
 from checkmate.torch.distributed.consensus import RankError, Ranks, broadcasting_failures, job_ranks
 from tests.torch.distributed.jobs import at_once
 
@@ -22,13 +22,12 @@ def test_alone_there_are_no_ranks() -> None:
     assert job_ranks() is None
 
 
-def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) -> None:
+def test_everybody_hears_what_rank_0_decides(job: Callable[..., list[Ranks]], store: dist.Store) -> None:
     """From what all said, once for each decision, and nothing but the newest stays in the store."""
     members = job(3)
     for turn in range(3):
         said = at_once(*[lambda r=r, turn=turn: r.decide("t", bytes([turn, r.rank]), b"|".join) for r in members])
         assert said == [b"|".join(bytes([turn, rank]) for rank in range(3))] * 3
-    store = ranks_module.job_store()
     assert not store.check(["0/answer"])
     assert not store.check(["1/1"])
     assert store.check(["2/answer"])
@@ -86,16 +85,16 @@ def test_nobody_waits_for_one_that_runs_on(job: Callable[..., list[Ranks]], wait
         members[waiting].decide("t", b"", lambda said: b"")
 
 
-def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> None:
+def test_one_that_does_not_come_is_named(job: Callable[..., list[Ranks]], store: dist.Store) -> None:
     """No rank waits longer than its process group would."""
     members = job(2)
-    ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
+    store.set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(RankError, match="rank 1 did not come to decide on a plan within"):
         members[0].decide("a plan", b"", lambda said: b"")
 
 
 @pytest.mark.parametrize("call", ["check", "get", "set"])
-def test_no_rank_waits_for_a_store_that_is_stopped(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_no_rank_waits_for_a_store_that_is_stopped(call: str) -> None:
     """It is held by rank 0 as a rule, and a call of a stopped one has no limit."""
     over = threading.Event()
 
@@ -122,10 +121,9 @@ def test_no_rank_waits_for_a_store_that_is_stopped(monkeypatch: pytest.MonkeyPat
             if name == call:
                 over.wait()
 
-    store = Stopped()
-    monkeypatch.setattr(ranks_module, "job_store", lambda: store)
+    store: Any = Stopped()
     try:
         with pytest.raises(RankError, match="the store at which the ranks met has not answered"):
-            Ranks(1, 2).decide("a plan", b"", lambda said: b"")
+            Ranks(1, 2, lambda: store).decide("a plan", b"", lambda said: b"")
     finally:
         over.set()

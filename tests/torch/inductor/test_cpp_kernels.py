@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import torch
-from torch._inductor import codecache
-from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 
 from checkmate.torch._compat.cpp_kernels import PendingKernels
@@ -57,19 +53,6 @@ def test_a_kernel_that_is_called_before_it_is_built_is_built() -> None:
     out = torch.empty(1)
     scope["kernel"](torch.ones(1), out, 1)
     assert out.item() == 2
-
-
-def test_headers_are_not_precompiled() -> None:
-    """GCC calls the functions of a precompiled header instead of inlining them, and kernels take up to twice as long."""
-    pending, scope = PendingKernels(), {}
-    with pending.collecting():
-        scope["kernel"] = AsyncCompile().cpp_pybinding(ARGUMENTS, source("x + 2"))
-    refuse = patch.object(codecache, "_precompile_header", side_effect=AssertionError)
-    with inductor_config.patch(cpp_cache_precompile_headers=True), refuse:
-        pending.build()
-    out = torch.empty(1)
-    scope["kernel"](torch.ones(1), out, 1)
-    assert out.item() == 3
 
 
 def test_kernels_outside_are_built_at_once() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import fx
 
-from checkmate import Graph
+from checkmate import Graph, Op, Plan, PlanError, Value, simulate, validate
 from checkmate.core.budget import keep_all_bytes
 from checkmate.frontend.calibration import Proportional, Trial
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch.compilation.compilation import Compilation, Hooks
-from checkmate.torch.inductor.search import CalibratedSearch
+from checkmate.torch.inductor.search import CalibratedSearch, in_graph_order
 from checkmate.torch.options import Options
 from checkmate.torch.steps.program import Share
+from tests.strategies import random_graph, random_order
 
 Compiler = Callable[[int, tuple[int, ...]], int]
 
@@ -54,14 +59,17 @@ def fitted(graph: Graph, budget: int, compiler: Compiler, name: str = "some comp
 
 
 @pytest.mark.parametrize(("room", "chosen"), [(0, 0), (-1, None)])
-def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | None) -> None:
     """One order is compiled; where it takes more than its share, at any time, eager ops have to run it."""
     graph = step_graph()
-    compilation = Compilation(fx.Graph(), (), Options(budget=keep_all_bytes(graph), compiler="inductor"), Hooks())
     order = tuple(range(len(graph.ops)))
     planned = StepMemory(forward_peak_bytes=500, saved_bytes=400, backward_peak_bytes=900, gradient_bytes=100)
-    share = Share(order, planned)
-    monkeypatch.setattr(compilation, "share", lambda graph: share)
+    compilation: Any = SimpleNamespace(
+        options=Options(budget=keep_all_bytes(graph), compiler="inductor"),
+        ranks=None,
+        agreed=lambda graph, plan: (graph, plan(graph)),
+        share=lambda graph: Share(order, planned),
+    )
     search = CalibratedSearch(compilation, "some compiler")
     assert search.plan(graph)[1].plan.order == order
     measured = replace(planned, saved_bytes=planned.saved_bytes - room)
@@ -137,3 +145,48 @@ def test_what_a_compiler_adds_to_every_plan_is_learnt() -> None:
     tried, compilations = fitted(graph, int(0.82 * top), lambda planned, order: (7 * planned + 13 * top) // 20)
     assert tried is not None
     assert compilations <= Proportional().most_trials
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_order_of_the_graph_is_a_plan_of_the_same_computations_within_the_limit(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, max_ops=12)
+    order = shuffled(rng, graph, random_order(rng, graph))
+    taken = simulate(graph, Plan.from_order(graph, order)).peak_bytes
+    found = in_graph_order(graph, order, taken)
+    plan = Plan.from_order(graph, found)
+    assert not validate(graph, plan)
+    assert Counter(found) == Counter(order)
+    assert simulate(graph, plan).peak_bytes <= taken
+
+
+def shuffled(rng: random.Random, graph: Graph, order: list[int]) -> list[int]:
+    """The order after random swaps of neighbours that leave it a plan."""
+    for _ in range(3 * len(order)):
+        at = rng.randrange(len(order))
+        swapped = [*order[:at], *reversed(order[at : at + 2]), *order[at + 2 :]]
+        with contextlib.suppress(PlanError):
+            if not validate(graph, Plan.from_order(graph, swapped)):
+                order = swapped
+    return order
+
+
+def test_with_room_it_is_the_order_of_the_graph() -> None:
+    """Two equal layers, the ops of which a search ordered in two ways."""
+    ops, values = [], []
+    for layer in range(2):
+        at = 3 * layer
+        ops += [
+            Op("large", (at - 1,) if layer else (), (at,), 1),
+            Op("small", (at - 1,) if layer else (), (at + 1,), 1),
+            Op("both", (at, at + 1), (at + 2,), 1),
+        ]
+        values += [Value("large", 100), Value("small", 1), Value("both", 1, kept=layer == 1)]
+    graph = Graph(tuple(ops), tuple(values))
+    assert in_graph_order(graph, (1, 0, 2, 3, 4, 5), 1000) == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_computation_is_repeated_just_before_its_reader() -> None:
+    ops = (Op("a", (), (0,), 1), Op("b", (0,), (1,), 1), Op("c", (1,), (2,), 1), Op("d", (0, 2), (3,), 1))
+    values = (Value("a", 5), Value("b", 4), Value("c", 1), Value("d", 1, kept=True))
+    assert in_graph_order(Graph(ops, values), (0, 1, 0, 2, 3), 11) == (0, 1, 2, 0, 3)

@@ -68,16 +68,24 @@ def test_settings_for_other_backends_are_not_used(monkeypatch):
     assert plugin.to_dict()["backend"] == "checkmate"
 
 
-def test_the_callback_compiles_the_model_in_place(monkeypatch):
-    """Nothing has to be reserved: the optimizer's state counts by itself."""
+def test_the_callback_compiles_the_model_in_place():
+    """Within the budget: nothing has to be reserved, since the optimizer's state counts by itself."""
     pytest.importorskip("transformers", reason="needs transformers")
     from checkmate.torch.integrations import BudgetCallback
 
-    model, seen = network(), []
-    monkeypatch.setattr(model, "compile", lambda **settings: seen.append(settings))
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    BudgetCallback("8GiB", time_limit_s=3).on_train_begin(None, None, None, model=model, optimizer=optimizer)
-    assert seen == [{"backend": "checkmate", "options": {"budget": "8GiB", "time_limit_s": 3}}]
+    BudgetCallback("10KiB", time_limit_s=3).on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    with pytest.raises(Exception, match=r"10\.00 KiB"):
+        gradients(model, model)
 
 
 @pytest.mark.skipif(version("accelerate") != "1.15.0", reason="the patch is made for accelerate 1.15.0")

@@ -16,10 +16,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-_SAMPLES = 32
-"""Sizes tried along the range of each symbol where interval arithmetic is not exact. More cost milliseconds per distinct
-expression; expressions in models are piecewise linear with few pieces, such as ``Max(s, 4)`` or ``s // 2``."""
-
 
 def is_automatic_dynamic(symbol: torch.SymInt) -> bool:
     """Whether a size is dynamic only because Dynamo saw it change ("automatic dynamic"), not because the user asked for it."""
@@ -87,7 +83,8 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
         return int(most)
     found = [int(most)]
     for symbol, lower, upper in ranges:
-        for size in sorted({lower + (upper - lower) * i // _SAMPLES for i in range(_SAMPLES)}):
+        # More sizes cost milliseconds for each expression. Those in models are piecewise linear with few pieces: ``s // 2``.
+        for size in sorted({lower + (upper - lower) * i // 32 for i in range(32)}):
             with suppress(ZeroDivisionError):  # no tensor has such a size
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
                 found += [int(value)] if value.is_Integer else []
@@ -109,7 +106,7 @@ def guards_against_upper_bounds(env: Any) -> list[str]:
 
 
 def emit_expression(graph: fx.Graph, number: torch.SymInt, known: Mapping[sympy.Expr, fx.Node]) -> fx.Node | None:
-    """Nodes that compute a symbolic number from its symbols, at the graph's insertion point."""
+    """Nodes that compute a symbolic number from its symbols, at the graph's insertion point; None if a part is not known."""
     expression = number.node.expr
     symbols = expression.free_symbols
     if not symbols or any(s not in known for s in symbols):

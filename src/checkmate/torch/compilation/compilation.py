@@ -338,8 +338,7 @@ class Compilation:
         """
         if self.ranks is None:
             return graph, plan(graph)
-        agreed = plan_on_rank0(self.ranks, graph, f"a budget of {self.budget}", plan)
-        return agreed.graph, agreed.result
+        return plan_on_rank0(self.ranks, graph, f"a budget of {self.budget}", plan)
 
     def agree_to_run(self) -> None:
         """Wait until every rank has compiled its graph; a rank that ran without the others would block in its first collective.

@@ -68,9 +68,10 @@ class Ranks:
     by one forward for moments only; ten seconds leave room for a slow data loader.
     """
 
-    def __init__(self, rank: int, count: int, grace_s: float = 10.0) -> None:
+    def __init__(self, rank: int, count: int, store: Callable[[], dist.Store] = job_store, grace_s: float = 10.0) -> None:
         self.rank = rank
         self.count = count
+        self._store = store  # looked up each time: a process group may be destroyed and initialised again
         self._grace_s = grace_s
         self._round = 0
         self._forwards = 0
@@ -101,7 +102,7 @@ class Ranks:
         """
         self._forwards += 1
         with suppress(RuntimeError):
-            job_store().set(f"forwards/{self.rank}", str(self._forwards))
+            self._store().set(f"forwards/{self.rank}", str(self._forwards))
 
     def _lead(self, at: int, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
         try:
@@ -123,7 +124,7 @@ class Ranks:
         self._send(f"{at}/answer", _Message(body))
         if at:  # every rank that wrote a message of this decision has read the answer to the one before
             for key in (f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
-                job_store().delete_key(key)
+                self._store().delete_key(key)
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
@@ -149,21 +150,21 @@ class Ranks:
 
     def _send(self, key: str, message: _Message) -> None:
         content = msgspec.msgpack.encode(message)
-        _asked(lambda: job_store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
+        self._asked(lambda: self._store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
 
     def _receive(self, key: str, rank: int, topic: str) -> _Message:
         """Poll for the message of a rank, unless it is ahead, so that the message will not come."""
-        store = job_store()
+        store = self._store()
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
         began = looked = time.monotonic()
         ahead_since: float | None = None
         pause_s = 0.001  # short at first, as most messages are already there
         try:
-            while not (message := _asked(lambda: store.get(key) if store.check([key]) else b"")):
+            while not (message := self._asked(lambda: store.get(key) if store.check([key]) else b"")):
                 now = time.monotonic()
                 if now - looked > min(0.5, self._grace_s / 4, timeout.total_seconds() / 4):  # a look is a round trip to the store
                     looked = now
-                    ahead = _asked(lambda: self._is_ahead(store, rank))
+                    ahead = self._asked(lambda: self._is_ahead(store, rank))
                     ahead_since = (ahead_since or now) if ahead else None
                 if ahead_since is not None and now - ahead_since > self._grace_s:
                     raise RankError(
@@ -191,33 +192,32 @@ class Ranks:
         key = f"forwards/{rank}"
         return store.check([key]) and int(store.get(key)) > self._forwards
 
+    def _asked(self, call: Callable[[], T]) -> T:
+        """The result of a call of the job's store, made in a thread that is left behind after the timeout of the process group.
 
-def _asked(call: Callable[[], T]) -> T:
-    """The result of a call of the job's store, made in a thread that is left behind after the timeout of the process group.
+        As a rule rank 0 holds the store. Where it is stopped, by a debugger or a full machine, no call of the store returns.
+        """
+        timeout = self._store().timeout  # type: ignore[attr-defined]
+        done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
-    As a rule rank 0 holds the store. Where it is stopped, by a debugger or a full machine, no call returns, and none has a limit.
-    """
-    timeout = job_store().timeout  # type: ignore[attr-defined]
-    done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+        def run() -> None:
+            try:
+                done.put((call(), None))
+            except Exception as error:  # noqa: BLE001 - it is raised in the thread that asks
+                done.put((None, error))
 
-    def run() -> None:
+        threading.Thread(target=run, daemon=True, name="checkmate-store").start()
         try:
-            done.put((call(), None))
-        except Exception as error:  # noqa: BLE001 - it is raised in the thread that asks
-            done.put((None, error))
-
-    threading.Thread(target=run, daemon=True, name="checkmate-store").start()
-    try:
-        found, error = done.get(timeout=timeout.total_seconds())
-    except queue.Empty:
-        raise _SilentStoreError(
-            f"the store at which the ranks met has not answered for {timeout}: the process that holds it, as a rule rank 0, "
-            "was stopped",
-            hint="look for an error in the log of rank 0, and whether its machine ran out of memory",
-        ) from None
-    if error is not None:
-        raise error
-    return found  # type: ignore[return-value]
+            found, error = done.get(timeout=timeout.total_seconds())
+        except queue.Empty:
+            raise _SilentStoreError(
+                f"the store at which the ranks met has not answered for {timeout}: the process that holds it, as a rule rank 0, "
+                "was stopped",
+                hint="look for an error in the log of rank 0, and whether its machine ran out of memory",
+            ) from None
+        if error is not None:
+            raise error
+        return found  # type: ignore[return-value]
 
 
 # The ranks of the newest job. Kept when the process group is destroyed and initialised again, since a store may outlive it:

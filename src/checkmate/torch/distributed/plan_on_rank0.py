@@ -7,7 +7,6 @@ with different plans wait for the slowest in every collective (docs/decisions/00
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -16,14 +15,6 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch.distributed.consensus import RankError, Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedPlan:
-    """The plan that all ranks run."""
-
-    graph: Graph  # the graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank
-    result: Result
 
 
 class _RankMemory(msgspec.Struct, frozen=True):
@@ -51,20 +42,16 @@ class _Request(msgspec.Struct, frozen=True):
     memory: _RankMemory
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """Answer of rank 0: the figures that it planned for, and the plan."""
-
-    memory: _RankMemory
-    costs: tuple[int, ...]
-    result: Result
-
-
 _READ_REQUEST = msgspec.msgpack.Decoder(_Request)
-_READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
+_READ_ANSWER = msgspec.msgpack.Decoder(tuple[_RankMemory, tuple[int, ...], Result])
 
 
-def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> AgreedPlan:
-    """Plan on rank 0 a graph that every rank has traced."""
+def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
+    """Plan on rank 0 a graph that every rank has traced.
+
+    The objective is what is asked of the plan, in words, such as "a budget of 8GiB"; it must be equal on all ranks. The plan is
+    one of the graph that is returned: with the costs of rank 0, and the largest workspace and resident bytes of any rank.
+    """
     memory = _RankMemory(
         tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes, tuple(op.recomputable for op in graph.ops)
     )
@@ -81,13 +68,13 @@ def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Gr
             tuple(map(all, zip(*(a.memory.recomputable for a in requests), strict=True))),
         )
         costs = tuple(op.cost for op in graph.ops)
-        return msgspec.msgpack.encode(_Answer(most, costs, plan(most.applied_to(graph, costs))))
+        return msgspec.msgpack.encode((most, costs, plan(most.applied_to(graph, costs))))
 
     body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(request), decide)
-    answer = _READ_ANSWER.decode(body)
-    agreed = answer.memory.applied_to(graph, answer.costs)
-    evaluate(agreed, answer.result.plan)  # checks digest, validity and both accounts of memory on every rank
-    return AgreedPlan(agreed, answer.result)
+    most, costs, result = _READ_ANSWER.decode(body)
+    agreed = most.applied_to(graph, costs)
+    evaluate(agreed, result.plan)  # checks digest, validity and both accounts of memory on every rank
+    return agreed, result
 
 
 def _summary(graph: Graph) -> str:

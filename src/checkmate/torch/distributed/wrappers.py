@@ -20,7 +20,7 @@ from checkmate.torch.graph.storages import storage_key, unique_bytes
 class WrapperMemory:
     """Memory that the wrappers around a module hold while its graph runs."""
 
-    held_bytes: int = 0  # gradient buckets of DDP
+    held_bytes: int = 0  # buckets of DDP; of FSDP shards, their gradients, what other groups keep gathered, and buffers
     bucket_view_bytes: int = 0  # part of the buckets of which the gradients of the graph's parameters are views
     transient_gradient_bytes: int = 0  # gradients of the graph that its backward frees: reduce-scatter keeps one shard of each
     sharded: bool = False  # whether the wrapper is FSDP, whose shards Python holds; the buckets of DDP are held by C++ alone

@@ -21,12 +21,11 @@ from torch import fx
 from checkmate.core.errors import OptionError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.plan_store import Misfits, sources_digest
+from checkmate.frontend.plan_store import Misfits
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.symbolic import bound_by_hint, guards_against_upper_bounds, value_at_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.generate import CompiledGraph, generate
@@ -43,10 +42,8 @@ _log = logging.getLogger("checkmate.torch")
 
 def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> CompiledGraph | None:
     """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, which is found out in one process only."""
-    if not compilation.may_be_cached() or dynamic_dimensions(traced_values(gm)):  # the largest sizes are not in the key
-        return _compile(gm, example_inputs, compilation)
-    misfits, key = Misfits(), _key(gm, example_inputs, compilation)
-    least = misfits.get(key)
+    trials, misfits = _Trials(gm, example_inputs, compilation), Misfits()
+    least = None if trials.key is None else misfits.get(trials.key)
     if least is not None:
         compilation.least_fused_bytes = least
         _log.warning(
@@ -54,27 +51,6 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
             format_bytes(least),
         )
         return None
-    compiled = _compile(gm, example_inputs, compilation)
-    if compiled is None and compilation.least_fused_bytes is not None:
-        misfits.add(key, compilation.least_fused_bytes)
-    return compiled
-
-
-def _key(gm: fx.GraphModule, inputs: Sequence[Any], compilation: Compilation) -> str:
-    """Hash of a step and of everything that decides on whether it fits."""
-    described = [
-        f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
-        for t in inputs
-    ]
-    devices = {torch.device("cpu"), *(t.device for t in inputs if isinstance(t, torch.Tensor))}
-    kernels = sorted({kernel_settings(device) for device in devices})
-    text = "\n".join([sources_digest(), repr(compilation.options), *kernels, gm.code, *described, str(compilation.resident)])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> CompiledGraph | None:
-    """The cheapest compilation whose measured peak keeps the budget; None if none of those that were tried keeps it."""
-    trials = _Trials(gm, example_inputs, compilation)
     search, first = trials.search, trials.compile()
     if first.planned is None or first.cached or not search.measures:
         first.kernels.build()
@@ -83,6 +59,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Com
     chosen = search.choose(trials.counted(), trials.compile_again, trials.measure)
     if chosen is None:
         _give_up(compilation, search)
+        if trials.key is not None and compilation.least_fused_bytes is not None:
+            misfits.add(trials.key, compilation.least_fused_bytes)
         return None
     best = trials.compiled[chosen]
     best.kernels.build()
@@ -141,8 +119,15 @@ class _Trials:
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
         self._patches = config_patches(compilation.options, devices)
         fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches, self._dynamic)
+        # The largest sizes of a dynamic graph are in no key.
         cached = not self._dynamic and compilation.may_be_cached()
         self._problem = f"{compilation.resident} {fingerprint}" if cached else None
+        described = [
+            f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
+            for t in example_inputs
+        ]
+        text = "\n".join([str(self._problem), repr(compilation.options), gm.code, *described])
+        self.key = hashlib.sha256(text.encode()).hexdigest() if cached else None  # of all that decides on whether the step fits
         self.search = CalibratedSearch(compilation, fingerprint)
         self._task = dataclasses.replace(
             compilation.task,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -162,45 +162,15 @@ class _Sequence:
         """The sequence of some nodes. The seeds of random ops are no part of it: each has another number."""
         nodes = [n for n in nodes if not _is_seed(n)]
         inside = set(nodes)
-        copied: dict[fx.Node, None] = {}
-        inputs: dict[fx.Node, None] = {}
-
-        def read(node: fx.Node) -> None:
-            if node in inside or node in copied:
-                return
-            if _is_free(node):
-                for each in node.all_input_nodes:
-                    read(each)
-                copied[node] = None
-            else:
-                inputs[node] = None
-
+        copied, inputs, remade, outputs = (dict[fx.Node, None]() for _ in range(4))
         for node in nodes:
             for each in node.all_input_nodes:
-                read(each)
-        outputs: dict[fx.Node, None] = {}
-        remade: set[fx.Node] = set()
-
-        def needed(node: fx.Node) -> None:
-            if node not in inside or node in remade:
-                return
-            if _is_free(node):
-                for each in node.all_input_nodes:
-                    needed(each)
-                remade.add(node)
-            else:
-                outputs[node] = None
-
+                _walk(each, lambda n: n not in inside, copied, inputs)
         for node in nodes:
             if any(user not in inside for user in node.users):
-                needed(node)
-        return cls(
-            tuple(nodes),
-            tuple(copied),
-            tuple(inputs),
-            tuple(n for n in nodes if n in outputs),
-            tuple(n for n in nodes if n in remade),
-        )
+                _walk(node, inside.__contains__, remade, outputs)
+        read_later = tuple(n for n in nodes if n in outputs), tuple(n for n in nodes if n in remade)
+        return cls(tuple(nodes), tuple(copied), tuple(inputs), *read_later)
 
     @property
     def text(self) -> str | None:
@@ -223,6 +193,18 @@ class _Sequence:
         graph.output(tuple(copies[n] for n in self.outputs))
         graph.eliminate_dead_code()
         return fx.GraphModule({}, graph)
+
+
+def _walk(node: fx.Node, on_side: Callable[[fx.Node], bool], free: dict[fx.Node, None], others: dict[fx.Node, None]) -> None:
+    """Find the nodes on one side from which a node is made: those that cost nothing, and the others that these read."""
+    if not on_side(node) or node in free:
+        return
+    if _is_free(node):
+        for each in node.all_input_nodes:
+            _walk(each, on_side, free, others)
+        free[node] = None
+    else:
+        others[node] = None
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -185,8 +185,8 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
 
     if first.ranks is None:
         return step, plan(step.graph)
-    agreed = plan_on_rank0(first.ranks, step.graph, f"a budget of {first.budget} for a step", plan)
-    return replace(step, graph=agreed.graph), agreed.result
+    graph, result = plan_on_rank0(first.ranks, step.graph, f"a budget of {first.budget} for a step", plan)
+    return replace(step, graph=graph), result
 
 
 def _chunkable(
