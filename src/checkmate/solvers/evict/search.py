@@ -92,7 +92,7 @@ class Search:
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
         self._scratch: Any = build_scratch(self.flat, time_up)
         self._best, self._trial = self.empty_code(), self.empty_code()
-        self._noise, self._random = seeded(seed), Random(seed)
+        self._noise, self._random, self._draws = seeded(seed), Random(seed), np.random.default_rng(seed)
 
     @cached_property
     def stage(self) -> dict[int, int]:
@@ -279,24 +279,28 @@ class Search:
         The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
         step a new plan.
         """
-        below, count = self._random.randrange, len(evicted)
-        kind, many = below(3), 1 + below(max(1, min(count // 3, ruin.values)))
-        if kind < 2:
-            start = below(count)
-            code[evicted[[below(count) if kind else (start + k) % count for k in range(many)]], 0, 0] = 0
+        draw, count = self._random.random, len(evicted)
+        kind, many = int(3 * draw()), 1 + int(draw() * max(1, min(count // 3, ruin.values)))
+        if kind == 0:
+            code[evicted[[int(count * draw()) for _ in range(many)]], 0, 0] = 0
+        elif kind == 1:
+            start = int(count * draw())
+            code[evicted[start : start + many], 0, 0] = 0
+            code[evicted[: max(0, start + many - count)], 0, 0] = 0
         else:
             stages = len(self.flat.targets)
-            first = below(stages)
-            last = first + 1 + below(max(1, int(stages * ruin.window)))
+            first = int(stages * draw())
+            last = first + 1 + int(draw() * max(1, int(stages * ruin.window)))
             used = code[evicted, 0, 0]
-            low, high = (code[evicted, 1 : used.max() + 1, k] for k in (0, 1))
-            cleared = (high >= first) & (low <= last) & (np.arange(used.max()) < used[:, None])
-            cleared &= np.random.default_rng(below(1 << 32)).random(cleared.shape) >= ruin.keep
-            rows = evicted[cleared.any(axis=1)]
-            gone = (cleared | (np.arange(used.max()) >= used[:, None]))[cleared.any(axis=1)]
+            most = int(used.max())
+            intervals = code[evicted, 1 : most + 1]
+            unused = np.arange(most) >= used[:, None]
+            cleared = (intervals[:, :, 1] >= first) & (intervals[:, :, 0] <= last) & ~unused
+            met = np.flatnonzero(cleared.any(axis=1))
+            gone = unused[met] | (cleared[met] & (self._draws.random((len(met), most)) >= ruin.keep))
             order = np.argsort(gone, axis=1, kind="stable")  # those that stay first
-            code[rows, 1 : used.max() + 1] = np.take_along_axis(code[rows, 1 : used.max() + 1], order[:, :, None], axis=1)
-            code[rows, 0, 0] = (~gone).sum(axis=1)
+            code[evicted[met], 1 : most + 1] = intervals[met[:, None], order]
+            code[evicted[met], 0, 0] = most - gone.sum(axis=1)
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""
