@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import CostStore
-from checkmate.torch.chunking.bits.verdicts import verdict_key
+from checkmate.torch.chunking.bits import verdict_key
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.measure.profiler import Profiler, signature
 

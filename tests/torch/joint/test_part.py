@@ -12,7 +12,7 @@ from torch import fx
 from checkmate.torch.joint.capture import Capture, capture_joint
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.roofline import estimated_costs
-from checkmate.torch.passes.undefined_tangents import without_tangents
+from checkmate.torch.passes.gradients import without_tangents
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import checkmate.torch.measure.profiler as profiler
 import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces
 from checkmate.torch.measure.resident import within_room
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled

@@ -56,12 +56,7 @@ def cuda_autocast_rules() -> Iterator[None]:
 
 
 def cast_if_autocast(device_type: str, tensors: Any) -> Any:
-    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        tensors: Any nesting of tensors and other values.
-    """
+    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does."""
     on = torch.is_autocast_enabled(device_type)
     return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
 
@@ -130,10 +125,5 @@ def _eligible(value: Any) -> bool:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors among values, except those in double precision.
-
-    Args:
-        values: Any nesting of tensors and other values.
-        dtype: The type to cast to.
-    """
+    """Cast the floating-point tensors among values, except those in double precision."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _eligible(t) and t.dtype != dtype else t, values)

@@ -21,7 +21,7 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.chunking.choose import InPieces
+from checkmate.torch.chunking.choose import ChunkedStep
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import largest_size
@@ -120,12 +120,12 @@ def fits(
     least = least_peak(step, chunking)
     smallest = min_budget(least.captured.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
     verdict, graph, result = _best(step, least, smallest, available, tracer, remarks, memory_of_host)
-    largest = functools.partial(largest_size, tracer, step, available, least.kinds, remarks)
+    largest = functools.partial(largest_size, tracer, step, available, least.groups, remarks)
     # First what was asked for: time may be left for one of the two.
     longest = None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence)
     batch = tracer.size(0)
     floor_bytes = max(smallest.floor_bytes, step.update_bytes)
-    why = why_in_pieces(smallest.why, least.kinds)
+    why = why_in_pieces(smallest.why, least.groups)
     reserved = _reserved(step, graph, result, memory_bytes, target.device, remarks)
     return Fits(
         verdict=verdict,
@@ -181,7 +181,7 @@ def _caveats(target: EmulatedDevice, step: TracedStep) -> list[str]:
 
 def _best(
     step: TracedStep,
-    least: InPieces[Capture],
+    least: ChunkedStep[Capture],
     smallest: MinBudget,
     available: int,
     tracer: DeviceTracer,
@@ -195,7 +195,7 @@ def _best(
     lowest = smallest.floor_bytes if host is None else floor(graph, copies=True).peak_bytes
     if max(lowest, step.update_bytes) > available:
         return "does not fit", graph, None
-    if least.kinds:
+    if least.groups:
         found = best_in_pieces(step, least, smallest, available, tracer.share_s(SHARES.plan))
         if found is not None:
             remarks += found[1].remarks

@@ -126,7 +126,7 @@ def largest_batch(
         step = tracer.traced()
         _check_update(step, budget_bytes)
         tracer.until -= 0 if sequence is None else (tracer.until - time.perf_counter()) / 2
-        kinds = least_peak(step, chunking).kinds
+        kinds = least_peak(step, chunking).groups
         found = find_largest_size(tracer, step, budget_bytes, kinds, remarks, "batch", 0, batch, max_overhead)
         longest = None
         if sequence is not None and sequence_dim is not None:

@@ -13,8 +13,8 @@ from checkmate.core.simulate import simulate
 from checkmate.frontend.planner import result_of_order
 from checkmate.studies.affine import AffineGraph, check_same_structure
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
-from checkmate.torch.chunking.choose import InPieces, with_pieces
-from checkmate.torch.chunking.kinds import Kind
+from checkmate.torch.chunking.choose import ChunkedStep, with_pieces
+from checkmate.torch.chunking.region_groups import RegionGroup
 from checkmate.torch.forecast.in_pieces import why_in_pieces, with_same_regions
 from checkmate.torch.forecast.quadratic import QuadraticGraph
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
@@ -50,7 +50,7 @@ def largest_size(
     tracer: DeviceTracer,
     step: TracedStep,
     available_bytes: int,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RegionGroup],
     remarks: list[str],
     what: str,
     dim: int,
@@ -86,7 +86,7 @@ def find_largest_size(
     tracer: DeviceTracer,
     step: TracedStep,
     available_bytes: int,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RegionGroup],
     remarks: list[str],
     what: str,
     dim: int,
@@ -155,7 +155,7 @@ def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
         ) from error
 
 
-def _whole_sequences(batch: int, kinds: Sequence[Kind]) -> int:
+def _whole_sequences(batch: int, kinds: Sequence[RegionGroup]) -> int:
     """The largest batch up to this one of which each piece is some sequences or an equal part of one."""
     count = max(region.count for kind in kinds for region in kind.regions)
     return batch - batch % (count if batch >= count else 1 << (batch.bit_length() - 1))
@@ -171,16 +171,16 @@ class _Traces:
         kinds: Regions of the step that run piece by piece.
     """
 
-    def __init__(self, tracer: DeviceTracer, dim: int, steps: dict[int, TracedStep], kinds: Sequence[Kind]) -> None:
+    def __init__(self, tracer: DeviceTracer, dim: int, steps: dict[int, TracedStep], kinds: Sequence[RegionGroup]) -> None:
         self.tracer, self.dim, self.kinds = tracer, dim, kinds
         self._steps = steps
-        self._in_pieces: dict[int, InPieces[Capture]] = {}
+        self._in_pieces: dict[int, ChunkedStep[Capture]] = {}
 
     def whole_alone(self) -> _Traces:
         """The same with nothing in pieces."""
         return _Traces(self.tracer, self.dim, self._steps, ())
 
-    def in_pieces(self, size: int) -> InPieces[Capture]:
+    def in_pieces(self, size: int) -> ChunkedStep[Capture]:
         """The step at a size, with the regions piece by piece."""
         if size not in self._in_pieces:
             self._in_pieces[size] = with_same_regions(self._step(size).captured, self.kinds)
@@ -271,7 +271,7 @@ class _SizeSearch:
             _check_like_others(graph, self.curve(size), size)
             peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
             if peak <= self.available_bytes:
-                return self._with_plan(found, graph, self.traces.whole(size), self.traces.in_pieces(size).kinds)
+                return self._with_plan(found, graph, self.traces.whole(size), self.traces.in_pieces(size).groups)
             fewer = size * self.available_bytes // peak
             if peak > _PARAMETERS.near * self.available_bytes or fewer < 1:
                 return None
@@ -279,7 +279,7 @@ class _SizeSearch:
             found = replace(found, batch=fewer)
         return None
 
-    def _with_plan(self, found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[Kind]) -> MaxBatch:
+    def _with_plan(self, found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[RegionGroup]) -> MaxBatch:
         """The same size, with its plan on a graph at that size."""
         result = with_pieces(result_of_order(graph, found.plan.order), whole, kinds)
         return replace(found, plan=result.plan, result=result, why=why_in_pieces(found.why, kinds))

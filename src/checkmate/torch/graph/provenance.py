@@ -26,12 +26,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def place_of(nodes: Iterable[fx.Node]) -> str:
-    """Where some ops are in the model, for people: ``"lm_head + loss"``, ``"layers.0.mlp"``.
-
-    Args:
-        nodes: The ops, with those that multiply by weights among them, by whose modules they are called; if there are none, by
-            the modules of all.
-    """
+    """Where some ops are in the model, for people: ``"lm_head + loss"``, ``"layers.0.mlp"``."""
     ops = list(nodes)
     paths = dict.fromkeys(map(_module, filter(_multiplies, ops))) or dict.fromkeys(map(_module, ops))
     named = [path.split(".") for path in paths if path not in ("", "self")]
@@ -45,11 +40,7 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def common_place(places: Sequence[str]) -> str:
-    """One name for places that differ in numbers alone: ``"layers.*.mlp"``; otherwise the first and how many more there are.
-
-    Args:
-        places: From `place_of`.
-    """
+    """One name for places that differ in numbers alone: ``"layers.*.mlp"``; otherwise the first and how many more there are."""
     columns = list(zip(*(place.split(".") for place in places), strict=False))
     if len({place.count(".") for place in places}) > 1 or any(len({*c}) > 1 and not "".join(c).isdigit() for c in columns):
         return f"{places[0]} and {len(places) - 1} more"

@@ -45,7 +45,7 @@ from checkmate.torch._compat.inductor import (
 )
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values

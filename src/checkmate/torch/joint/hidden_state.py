@@ -31,12 +31,7 @@ _KNOWN: dict[str, Hidden | None] = {}
 
 
 def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
-    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows.
-
-    Args:
-        graph: The graph; only metadata is changed.
-        runs: Whether ops may run. Otherwise every custom op is taken for one with a state.
-    """
+    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue

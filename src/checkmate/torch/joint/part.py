@@ -14,11 +14,7 @@ from checkmate.torch.joint.capture import Capture
 
 
 def part_of(capture: Capture) -> Part:
-    """The captured graph with its values by argument and result, in AOTAutograd's order.
-
-    Args:
-        capture: A captured joint graph with a boundary.
-    """
+    """The captured graph with its values by argument and result, in AOTAutograd's order."""
     placeholders = [n for n in capture.joint.graph.nodes if n.op == "placeholder"]
     inputs = [n for n in placeholders if not is_tangent(n)]
     readers: dict[fx.Node, list[int]] = {n: [] for n in inputs}
@@ -45,10 +41,6 @@ def reads_of_overwritable(part: Part, overwritable: Set[int]) -> frozenset[int]:
     """Ops of a forward that read inputs which the backward of the plain step does not read.
 
     Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
-
-    Args:
-        part: The graph.
-        overwritable: Inputs that the caller may overwrite between forward and backward.
     """
     readers = {k: set(part.readers[k]) for k in overwritable}
     for o, op in enumerate(part.graph.ops):

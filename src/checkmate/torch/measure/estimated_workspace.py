@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.pieces import PIECES
+from checkmate.torch.graph.op_properties import PIECES, makes_views
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from checkmate.torch.graph.op_properties import out_argument
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces, out_argument
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 
 WorkspaceOf = Callable[[fx.Node], int]

@@ -36,9 +36,8 @@ from checkmate.torch._compat.dispatch import (
 from checkmate.torch._compat.profiler import keep_busy, memory_trace, outside_of_profilers
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.kernel_settings import kernel_settings
-from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
+from checkmate.torch.graph.op_properties import PIECES, Pieces, is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
-from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes

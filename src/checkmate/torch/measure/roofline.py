@@ -15,8 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.cost.device import Device, load_device
 from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import OpCost
-from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 

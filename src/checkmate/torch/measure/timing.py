@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

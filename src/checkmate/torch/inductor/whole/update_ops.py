@@ -21,8 +21,8 @@ from checkmate.core.errors import OptionError
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
-from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.traced import retraced
 from checkmate.torch.inductor.whole.step_state import ParameterState, StepState, signature
 
 _CONVERT = torch.ops.prims.convert_element_type.default
