@@ -245,7 +245,7 @@ def test_explanations_name_what_runs_in_pieces() -> None:
     assert "chunked_default" not in text
 
 
-@pytest.mark.parametrize("chunking", ["off", "exact"])
+@pytest.mark.parametrize("chunking", ["off", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
     """Whoever follows the hint has a plan within that budget, below the smallest one without pieces."""
     with pytest.raises(InfeasibleBudgetError) as refused:

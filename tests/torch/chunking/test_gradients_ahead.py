@@ -151,7 +151,7 @@ def smoothed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("always_ahead")
-@pytest.mark.parametrize("loss", [weighted, soft_capped, smoothed])
+@pytest.mark.parametrize("loss", [weighted, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (soft_capped, smoothed))])
 def test_other_losses(loss: Callable[..., Any]) -> None:
     model = Head(loss)
     run = compiled(model)

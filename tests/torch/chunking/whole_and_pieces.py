@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch.chunking.rules.placements import SUM, Rule, Slices, Split, arguments_of_piece, cuts, shape_of_piece, sliced
+from checkmate.torch.chunking.rules.placements import SUM, Rule, Slices, Split, arguments_of_piece, cuts, sliced
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ def run_in_pieces(
             leaves[i] = tensor if cut is None else sliced(tensor, cut[k])
         here = [None if cut is None else cut[k] for cut in of_outputs]
         shapes = [
-            None if not isinstance(t, torch.Tensor) else tuple(t.shape) if cut is None else shape_of_piece(t.shape, cut)
+            None if not isinstance(t, torch.Tensor) else tuple((t if cut is None else sliced(t, cut)).shape)
             for t, cut in zip(outputs, here, strict=True)
         ]
         piece_args, piece_kwargs = pytree.tree_unflatten(leaves, structure)

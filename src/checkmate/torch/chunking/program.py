@@ -35,7 +35,6 @@ from checkmate.torch.chunking.rules.placements import (
     Split,
     arguments_of_piece,
     cuts,
-    shape_of_piece,
     sliced,
 )
 from checkmate.torch.chunking.stages import Stage, stages_of
@@ -360,12 +359,13 @@ class PieceGraph:
 
     def _shapes(self, op: fx.Node, rule: Rule) -> list[tuple[int, ...] | None]:
         """Shape of each output of an op for this piece; None for what is no tensor."""
-        made, count = op.meta["val"], self.stage.region.count
-        shapes: list[tuple[int, ...] | None] = []
+        made, shapes = op.meta["val"], list[tuple[int, ...] | None]()
         for placement, whole in zip(rule.outputs, made if isinstance(made, (tuple, list)) else [made], strict=True):
-            slices = cuts(tuple(whole.shape), placement, count) if isinstance(placement, Split) else [()] * count
-            assert slices is not None
-            shapes.append(shape_of_piece(whole.shape, slices[self.piece]) if isinstance(whole, torch.Tensor) else None)
+            if isinstance(placement, Split):
+                slices = cuts(tuple(whole.shape), placement, self.stage.region.count)
+                assert slices is not None
+                whole = sliced(whole, slices[self.piece])
+            shapes.append(tuple(whole.shape) if isinstance(whole, torch.Tensor) else None)
         return shapes
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:

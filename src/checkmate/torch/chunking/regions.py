@@ -197,8 +197,6 @@ def slices_of(value: fx.Node, placement: Placement, count: int) -> list[Slices] 
     """The slices of a tensor for each piece; None where it cannot be cut into so many, or a size is known at run time only."""
     if not isinstance(placement, Split):
         return [()] * count
-    shape = tensor(value).shape
-    if not all(isinstance(n, int) for n in shape):
-        return None
-    found = cuts(tuple(shape), placement, count)
+    shape = tuple(tensor(value).shape)
+    found = cuts(shape, placement, count) if all(isinstance(n, int) for n in shape) else None
     return found if found is not None and len(found) == count else None

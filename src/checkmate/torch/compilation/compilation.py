@@ -34,9 +34,8 @@ from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
-from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.capture import Capture, Costs, part_of, reads_of_overwritable
 from checkmate.torch.joint.hidden_state import mark_hidden_state
-from checkmate.torch.joint.part import part_of, reads_of_overwritable
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.profiler import Profiler

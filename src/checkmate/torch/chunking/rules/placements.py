@@ -16,8 +16,6 @@ import torch
 
 from checkmate.torch._compat.dispatch import OpOverload
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -96,14 +94,6 @@ def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
     return tensor
 
 
-def shape_of_piece(shape: Sequence[int], slices: Slices) -> tuple[int, ...]:
-    """Shape of one piece of a tensor."""
-    piece = list(shape)
-    for dim, _, n in slices:
-        piece[dim] = n
-    return tuple(piece)
-
-
 def arguments_of_piece(
     op: OpOverload, rule: Rule, args: tuple[Any, ...], shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Any, ...]:
@@ -119,7 +109,7 @@ def arguments_of_piece(
         first = shapes[0]
         if argument.name in _SIZES_OF_RESULT and isinstance(args[i], (list, tuple)) and first is not None:
             changed[i] = list(first)
-        elif argument.name == "N" and op in _GROUP_NORMS and first is not None:
+        elif argument.name == "N" and first is not None:  # the examples of a group norm
             changed[i] = first[0]
         elif argument.name == "bias_sizes" and args[i] is not None and shapes[2] is not None:
             changed[i] = list(shapes[2])
@@ -131,6 +121,3 @@ def arguments_of_piece(
 
 _SIZES_OF_RESULT = ("size", "shape", "input_size", "input_sizes")
 """Arguments that are the shape of the first output, such as those of views and of the backward of a slice."""
-
-_GROUP_NORMS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
-"""Ops whose argument ``N`` is the number of examples."""
