@@ -35,7 +35,7 @@ from checkmate.cost.database import Database, cache_folder
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.program import Body, ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
+from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
 from checkmate.torch.chunking.regions import slices_of
 from checkmate.torch.chunking.rules.placements import Placement, Slices, Split, sliced
 from checkmate.torch.chunking.stages import Stage
@@ -75,7 +75,9 @@ def keeps_bits(op: ChunkOp) -> bool:
             verdict = compared(op.stage)
         if verdict is None:
             return False  # for now: a later budget may leave the memory
-        keep_verdict(key, verdict)
+        _KNOWN[key] = verdict
+        row = key, int(verdict)
+        _VERDICTS.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", row), None)
     return verdict
 
 
@@ -102,12 +104,6 @@ def known_verdict(key: str) -> bool | None:
         elif found is not None:
             _KNOWN[key] = bool(found)
     return _KNOWN.get(key)
-
-
-def keep_verdict(key: str, same: bool) -> None:
-    """Store a verdict."""
-    _KNOWN[key] = same
-    _VERDICTS.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, int(same))), None)
 
 
 def compared(stage: Stage) -> bool | None:
@@ -258,24 +254,16 @@ def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]
         body = op.program.bodies[piece.body]
         slices_read = [sliced(whole, slices) for whole, slices in zip(operands, piece.operands, strict=True)]
         parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
-        differs = any(here and not _is_dense(read) for here, read in zip(made_here, slices_read, strict=True))
+        strides = [torch.empty_like(read, device="meta").stride() for read in slices_read]  # of a dense copy
+        differs = any(here and read.stride() != s for here, read, s in zip(made_here, slices_read, strides, strict=True))
         for dense in (False, True) if differs else (False,):
             read = [each.clone() if dense and here else each for here, each in zip(made_here, slices_read, strict=True)]
-            if not _returns(body, read, parts):
+            targets = [Layout.of(part).empty() for part in parts]
+            body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
+            if not all(map(same_bytes, parts, targets)):
                 return False
-            del read  # before the next are cloned
+            del read, targets  # before the next are made
     return True
-
-
-def _returns(body: Body, read: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> bool:
-    """Whether a piece that is given some tensors makes what is expected."""
-    targets = [Layout.of(part).empty() for part in parts]
-    body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
-    return all(map(same_bytes, parts, targets))
-
-
-def _is_dense(piece: torch.Tensor) -> bool:
-    return torch.empty_like(piece, device="meta").stride() == piece.stride()
 
 
 def _strides(value: torch.Tensor) -> list[int]:

@@ -287,18 +287,17 @@ class PieceGraph:
     def _module(self) -> fx.GraphModule:
         for op in self.stage.all_ops:
             self._emit(op)
-        terms = [self._first_term(value) for value in self.sums] if self.first else []
-        for value, term in zip(self.sums, terms, strict=False):
-            if Layout.of(tensor(term)) != Layout.of(_summed(value)):
+        terms: list[fx.Node] = []
+        for value in self.sums if self.first else ():
+            total, term = _summed(value), self.made[value]
+            if tensor(term).dtype is not total.dtype:
+                term = self._call(aten._to_copy.default, (term,), {"dtype": total.dtype})
+            if Layout.of(tensor(term)) != Layout.of(total):
                 raise NotChunkable(f"the first term of {value.name} has another layout than the sum")
+            terms.append(term)
         self.graph.output(terms)
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
-
-    def _first_term(self, value: fx.Node) -> fx.Node:
-        dtype = _summed(value).dtype
-        made = self.made[value]
-        return made if tensor(made).dtype is dtype else self._call(aten._to_copy.default, (made,), {"dtype": dtype})
 
     def _placeholder(self, traced: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(f"slice_{len(self.graph.nodes)}")
@@ -333,14 +332,18 @@ class PieceGraph:
         for i, value in enumerate(outputs(op)):
             if value is None:
                 continue
-            made = new if value is op else self._item(new, i)
+            made = new
+            if value is not op:
+                made = self.graph.call_function(operator.getitem, (new, i))
+                made.meta["val"] = new.meta["val"][i]
             self.made[value] = made
             if tuple(tensor(made).shape) != shapes[i]:
                 raise NotChunkable(f"{op.name} returns {tuple(tensor(made).shape)} on a slice, not {shapes[i]}")
             target = self.targets.get(value)
             if target is None:
                 continue
-            if value not in self.sums and value is op and self._can_write(new, target):
+            writes = value is op and value not in self.sums and out_variant(new.target) is not None
+            if writes and Layout.of(tensor(new)) == Layout.of(tensor(target)):
                 write_to(new, target)
                 self.made[value] = target
             else:
@@ -353,9 +356,6 @@ class PieceGraph:
             like = Layout.of(torch.empty_like(sliced(tensor(value), slices)))
         given = {"dtype": like.dtype, "device": like.device}
         return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
-
-    def _can_write(self, node: fx.Node, target: fx.Node) -> bool:
-        return out_variant(node.target) is not None and Layout.of(tensor(node)) == Layout.of(tensor(target))
 
     def _shapes(self, op: fx.Node, rule: Rule) -> list[tuple[int, ...] | None]:
         """Shape of each output of an op for this piece; None for what is no tensor."""
@@ -375,8 +375,3 @@ class PieceGraph:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise NotChunkable(f"{target} does not take slices: {error}") from error
         return node
-
-    def _item(self, node: fx.Node, index: int) -> fx.Node:
-        item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta["val"] = node.meta["val"][index]
-        return item

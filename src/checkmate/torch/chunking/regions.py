@@ -148,10 +148,14 @@ class _Growth:
         """Add an op to the region if one of its rules agrees with the tensors that are placed."""
         if op in self.rules or op.op != "call_function" or not self.allows(op):
             return
-        agreeing = {rule: self._split_bytes(op, rule) for rule in rules_of(op) if self._agrees(op, rule)}
+        agreeing = [rule for rule in rules_of(op) if self._agrees(op, rule)]
         if not agreeing:
             return
-        rule = self.rules[op] = max(agreeing, key=lambda rule: (not rule.sums, agreeing[rule]))
+
+        def split_bytes(rule: Rule) -> int:
+            return sum({v: size_bytes(v) for v, p in _placed(op, rule) if isinstance(p, Split)}.values())
+
+        rule = self.rules[op] = max(agreeing, key=lambda rule: (not rule.sums, split_bytes(rule)))
         for value, placement in _placed(op, rule):
             if isinstance(placement, Split) and value not in self.splits:
                 self.place(value, placement)
@@ -176,9 +180,6 @@ class _Growth:
             if now.setdefault(value, placement) != placement:
                 return False
         return any(isinstance(p, Split) for p in (*rule.outputs, *rule.inputs))
-
-    def _split_bytes(self, op: fx.Node, rule: Rule) -> int:
-        return sum({v: size_bytes(v) for v, p in _placed(op, rule) if isinstance(p, Split)}.values())
 
 
 def _joined_bytes(value: fx.Node) -> int:

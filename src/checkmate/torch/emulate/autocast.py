@@ -7,7 +7,6 @@ is installed with PyTorch, and a test compares them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,61 +61,32 @@ def cast_if_autocast(device_type: str, tensors: Any) -> Any:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
+    """An op by CUDA's rule for it: the first of the lists above that names it, and float32 if none does."""
     packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    rule = next((rule for names, rule in _RULES if name in names), _cast_to_float32)
 
-    @functools.wraps(rule)
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        half, dtype = torch.get_autocast_dtype("cpu"), torch.float32
         with autocast_off():
-            return rule(op, *args, **kwargs)
+            if name in BANNED:
+                raise RuntimeError(
+                    f"{op} is unsafe under autocast and raises on a CUDA device: replace it and the sigmoid before it by "
+                    "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+                )
+            if name in FP32_APPEND_DTYPE:
+                return op(*args, **kwargs, dtype=dtype if _eligible(args[0]) else args[0].dtype)
+            if name in FP32_SET_OPT_DTYPE:
+                position = [a.name for a in op._schema.arguments].index("dtype")
+                if _eligible(args[0]) and kwargs.get("dtype") is None and len(args) <= position:
+                    kwargs["dtype"] = dtype
+                return op(*args, **kwargs)
+            widens = any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t))
+            if name in LOWER_PRECISION_FP or (name in PROMOTE and not widens):
+                dtype = half
+            args, kwargs = cast((args, kwargs), dtype)
+            return op(*args, **kwargs)
 
     return kernel
-
-
-def _cast_to_half(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-    return op(*args, **kwargs)
-
-
-def _cast_to_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs), torch.float32)
-    return op(*args, **kwargs)
-
-
-def _cast_to_widest(op: Any, *args: Any, **kwargs: Any) -> Any:
-    half = torch.get_autocast_dtype("cpu")
-    widest = torch.float32 if any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t)) else half
-    args, kwargs = cast((args, kwargs), widest)
-    return op(*args, **kwargs)
-
-
-def _return_float32(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    names = [a.name for a in op._schema.arguments]
-    dtype_is_given = kwargs.get("dtype") is not None or len(args) >= names.index("dtype")  # as keyword or by position
-    if _eligible(first) and not dtype_is_given:
-        kwargs["dtype"] = torch.float32
-    return op(first, *args, **kwargs)
-
-
-def _append_dtype(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return op(first, *args, **kwargs, dtype=torch.float32 if _eligible(first) else first.dtype)
-
-
-def _refuse(op: Any, *_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        f"{op} is unsafe under autocast and raises on a CUDA device: replace it and the sigmoid before it by "
-        "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
-    )
-
-
-_RULES = (
-    (LOWER_PRECISION_FP, _cast_to_half),
-    (PROMOTE, _cast_to_widest),
-    (FP32_SET_OPT_DTYPE, _return_float32),
-    (FP32_APPEND_DTYPE, _append_dtype),
-    (BANNED, _refuse),
-)
 
 
 def _eligible(value: Any) -> bool:

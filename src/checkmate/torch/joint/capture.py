@@ -212,7 +212,8 @@ class _Builder:
             )
         ]
         if boundary is not None:
-            ops.insert(boundary, self._boundary_op(tangents))
+            returned = tuple(dict.fromkeys(self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node))
+            ops.insert(boundary, Op(BOUNDARY, returned, tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY))
         values = self.values.all(kept)
         graph = Graph(
             ops=tuple(ops),
@@ -311,11 +312,6 @@ class _Builder:
             kind=node.meta.get(DESCRIPTION, str(node.target)),
             source=source_of(node),
         )
-
-    def _boundary_op(self, tangents: tuple[int, ...]) -> Op:
-        known = self.values.of_node
-        returned = dict.fromkeys(known[o] for o in self.forward_outputs if o in known)
-        return Op(BOUNDARY, tuple(returned), tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY)
 
 
 def _order_pairs(

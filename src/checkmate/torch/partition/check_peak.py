@@ -28,7 +28,7 @@ from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import is_scalar, leaves, storage_bytes, storage_key
 from checkmate.torch.graph.traced import results
 from checkmate.torch.joint.capture import Costs
-from checkmate.torch.partition.copies import is_copy
+from checkmate.torch.partition.copies import COPY_FUNCTIONS
 
 
 class SplitError(CheckmateError, RuntimeError):
@@ -83,7 +83,7 @@ class _Liveness:
         self.where: dict[fx.Node, dict[int, int | None]] = {}  # the instances of a node's result, by storage key
         self.extra: dict[int, int] = {}  # time to workspace in bytes
         nodes = [n for m in modules for n in m.graph.nodes if n.op == "call_function"]
-        run = [n for n in nodes if n.target is not operator.getitem and not is_copy(n)]
+        run = [n for n in nodes if n.target is not operator.getitem and n.target not in COPY_FUNCTIONS]
         self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int | None]]) -> None:

@@ -24,7 +24,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch import fx
 from torch.fx.node import has_side_effect
 
 from checkmate.core.plan import HostMemory
@@ -118,11 +117,6 @@ def discard(copy: HostCopy) -> None:
 COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
 for _function in COPY_FUNCTIONS:
     has_side_effect(_function)
-
-
-def is_copy(node: fx.Node) -> bool:
-    """Whether a node belongs to a copy."""
-    return node.op == "call_function" and node.target in COPY_FUNCTIONS
 
 
 def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
