@@ -120,7 +120,7 @@ class Compilations:
     """Counts the programs that planning compiles."""
 
     def __init__(self) -> None:
-        from checkmate.jax.measure import calibrate
+        from checkmate.jax import calibrate
         from checkmate.jax.scan import search
 
         self.count = 0

@@ -85,7 +85,7 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
 
     import checkmate.torch
     from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
-    from checkmate.torch.measure.errors import ProfilerBusyError
+    from checkmate.torch.measure.peak import ProfilerBusyError
     from checkmate.torch.steps.coordinator import COORDINATOR
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import partition, plan_whole_step
-from checkmate.torch.passes.inline_regions import inline_regions
+from checkmate.torch.passes.prepare import inline_regions
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -25,17 +25,17 @@ from torch.utils import _pytree as pytree
 from checkmate.torch._compat.aot import aot_autograd, default_partition, is_tangent
 from checkmate.torch._compat.dispatch import no_dispatch
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.bits.comparison import keeps_bits
-from checkmate.torch.chunking.graph_values import outputs
-from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
+from checkmate.torch.chunking.bits import keeps_bits
+from checkmate.torch.chunking.choose import cuttable
+from checkmate.torch.chunking.program import CHUNKED, NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.regions import Region, closed, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
-from checkmate.torch.chunking.variants import cuttable
+from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.graph.op_properties import makes_views, op_properties
+from checkmate.torch.graph.traced import outputs
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import random_network
 
@@ -182,9 +182,9 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
         state: Seed of the random generator.
     """
     graph = step.joint.graph
-    ahead = [ahead_of(region, graph) if state % 2 else None for region in regions]
+    ahead = [unit_tangent_of(region, graph) if state % 2 else None for region in regions]
     try:
-        parts = [part for region, tangent in zip(regions, ahead, strict=True) for part in parts_of(region, graph, tangent)]
+        parts = [part for region, tangent in zip(regions, ahead, strict=True) for part in chunk_ops_of(region, graph, tangent)]
         pieces = with_regions(step.joint, parts)
     except NotChunkable:
         return Outcome("refused")

@@ -17,7 +17,7 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import parse_bytes
 from checkmate.torch import measure_peak
-from checkmate.torch.chunking import choose, variants
+from checkmate.torch.chunking import choose
 
 pytestmark = pytest.mark.usefixtures("nothing_else")
 
@@ -191,7 +191,7 @@ def test_exact_pieces_are_the_default() -> None:
 
 def test_cheap_plans_of_whole_ops_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look for regions and to test their bits takes seconds, and would gain little."""
-    monkeypatch.setattr(variants, "kinds_of", lambda *args, **options: pytest.fail("regions were looked for"))
+    monkeypatch.setattr(choose, "region_groups", lambda *args, **options: pytest.fail("regions were looked for"))
     step = checkmate.torch.compile(Language(), example=batch(), budget="97%")
     assert 1 < step.result.overhead <= 1.1
 
@@ -245,7 +245,7 @@ def test_explanations_name_what_runs_in_pieces() -> None:
     assert "chunked_default" not in text
 
 
-@pytest.mark.parametrize("chunking", ["off", "exact"])
+@pytest.mark.parametrize("chunking", ["off", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
     """Whoever follows the hint has a plan within that budget, below the smallest one without pieces."""
     with pytest.raises(InfeasibleBudgetError) as refused:
@@ -263,9 +263,16 @@ def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
 
 
 def test_a_refusal_names_chunking_without_bytes_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_OFFER_S", 0.0)
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(Language(), example=batch(), budget=1)
+    captured = choose.ChunkChoices.captured
+
+    def too_late(choices: Any, groups: Any) -> Any:
+        choices._until = choices._until and 0.0
+        return captured(choices, groups)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(choose.ChunkChoices, "captured", too_late)
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            checkmate.torch.compile(Language(), example=batch(), budget=1)
     assert refused.value.hint.endswith('; chunking="auto" may need less: it runs ops piece by piece')
     assert "raise the budget to at least" in str(refused.value)
     with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)) as again:

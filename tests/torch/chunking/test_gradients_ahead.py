@@ -13,9 +13,9 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 import checkmate.torch
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.chunking.kinds import kinds_of
-from checkmate.torch.chunking.linear import is_linear
-from checkmate.torch.passes.loss_picks import pick_before_reducing
+from checkmate.torch.chunking.region_groups import region_groups
+from checkmate.torch.chunking.unit_tangent import is_linear
+from checkmate.torch.passes.losses import pick_before_reducing
 
 pytestmark = pytest.mark.usefixtures("nothing_else")
 
@@ -45,8 +45,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs of these small ops do not decide."""
     monkeypatch.setattr(
-        "checkmate.torch.chunking.variants.kinds_of",
-        lambda *given, **options: [k for k in kinds_of(*given, **options) if k.ahead],
+        "checkmate.torch.chunking.choose.region_groups",
+        lambda *given, **options: [k for k in region_groups(*given, **options) if k.assumes_unit_tangent],
     )
 
 
@@ -151,7 +151,7 @@ def smoothed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("always_ahead")
-@pytest.mark.parametrize("loss", [weighted, soft_capped, smoothed])
+@pytest.mark.parametrize("loss", [weighted, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (soft_capped, smoothed))])
 def test_other_losses(loss: Callable[..., Any]) -> None:
     model = Head(loss)
     run = compiled(model)
@@ -165,7 +165,7 @@ def kinds(function: Callable[..., Any], *inputs: torch.Tensor) -> list[bool]:
     """For each kind of regions of a function of (x, weight, labels), in the most pieces, whether its gradients are ahead."""
     joint = aot_export_joint_simple(function, inputs, trace_joint=True)
     pick_before_reducing(joint.graph)
-    return [kind.ahead for kind in kinds_of(joint.graph) if kind.most_pieces]
+    return [kind.assumes_unit_tangent for kind in region_groups(joint.graph) if kind.most_pieces]
 
 
 def inputs(dtype: torch.dtype) -> list[torch.Tensor]:

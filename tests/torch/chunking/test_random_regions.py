@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip install expecttest")
-from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.bits import comparison
-from checkmate.torch.chunking.bits.comparison import keeps_bits
-from checkmate.torch.chunking.program import NotChunkable, parts_of
+from checkmate.torch.chunking.bits import compared, keeps_bits
+from checkmate.torch.chunking.program import NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules import lookup
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Rule, Split
+from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from tests.torch.chunking.random_regions import (
     DATABASE,
     Run,
@@ -33,7 +32,7 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:(std|var).*degrees of freedom")  # of one number, in the network itself
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.slow) if s in (6, 11) else s for s in range(12)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.slow) if s > 5 else s for s in range(12)])
 def test_regions_of_random_networks_compute_the_step(seed: int) -> None:
     """Rules are right one by one; here they meet each other, random layouts, uneven pieces and several regions at once.
 
@@ -70,9 +69,9 @@ def test_a_tail_that_is_computed_one_by_one_is_not_exact() -> None:
     """The vector and the scalar function of a sigmoid differ for one number in thousands: random data seldom shows it."""
     step = step_of(lambda x: x.sigmoid().square().sum(), parameter(64, 64))
     graph = step.joint.graph
-    by_rows = parts_of(region_at(step, aten.sigmoid.default, (0,), 4, exact=True), graph)
+    by_rows = chunk_ops_of(region_at(step, aten.sigmoid.default, (0,), 4, exact=True), graph)
     assert all(map(keeps_bits, by_rows))
-    by_columns = parts_of(region_at(step, aten.sigmoid.default, (1,), 32, exact=True), graph)
+    by_columns = chunk_ops_of(region_at(step, aten.sigmoid.default, (1,), 32, exact=True), graph)
     assert not all(map(keeps_bits, by_columns))
 
 
@@ -80,7 +79,7 @@ def test_a_clamp_hides_no_difference() -> None:
     """On random data all products may be outside the range that a clamp leaves, and real ones inside."""
     x, y = parameter(3, 512), parameter(512, 64)
     step = step_of(lambda x, y: F.relu6(1e6 * (x @ y)).sum(), x, y)
-    stage = parts_of(region_at(step, aten.mm.default, (0,), 3, exact=True), step.joint.graph)[0]
+    stage = chunk_ops_of(region_at(step, aten.mm.default, (0,), 3, exact=True), step.joint.graph)[0]
     # Whether this device has another kernel for a product of one row.
     assert keeps_bits(stage) == torch.equal(x[:1] @ y, (x @ y)[:1])
 
@@ -89,7 +88,7 @@ def test_expanded_operands_can_be_tested() -> None:
     """Elements of an expanded tensor share memory, and PyTorch refuses to write to them."""
     step = step_of(lambda x, y: (x.expand(4, 3, 64) * y).sum(), parameter(1, 3, 64), parameter(4, 3, 64))
     region = region_at(step, aten.mul.Tensor, (0,), 2, exact=True, allows=lambda op: op.target is aten.mul.Tensor)
-    assert all(map(keeps_bits, parts_of(region, step.joint.graph)))
+    assert all(map(keeps_bits, chunk_ops_of(region, step.joint.graph)))
 
 
 def test_indices_that_are_computed_from_random_numbers_are_no_error() -> None:
@@ -98,7 +97,7 @@ def test_indices_that_are_computed_from_random_numbers_are_no_error() -> None:
     step = step_of(lambda x, table: (table[(x * 3).long()] * 2).sum(), x, parameter(3, 16))
     region = region_at(step, aten.index.Tensor, (0,), 2, least_share=0.01, exact=True)
     assert any(n.target is aten._to_copy.default for n in region.rules)
-    assert not all(map(keeps_bits, parts_of(region, step.joint.graph)))
+    assert not all(map(keeps_bits, chunk_ops_of(region, step.joint.graph)))
 
 
 def test_zeros_have_a_sign() -> None:
@@ -128,7 +127,7 @@ def test_views_that_an_op_reads_whole_are_refused() -> None:
     rules = {exp: Rule((rows,), (rows,)), transposed: Rule((columns,), (rows,)), reader: Rule((WHOLE,), (WHOLE,))}
     region = Region(exp, 2, rules, {exp: rows, transposed: columns, exp.all_input_nodes[0]: rows}, 1)
     with pytest.raises(NotChunkable, match="is a view"):
-        parts_of(region, graph)
+        chunk_ops_of(region, graph)
 
 
 def test_a_gradient_ahead_is_scaled_once() -> None:
@@ -136,10 +135,10 @@ def test_a_gradient_ahead_is_scaled_once() -> None:
     step = step_of(lambda x: (x * 2 - (x * 2).logsumexp(1, keepdim=True)).tanh().sum(), parameter(8, 64))
     graph = step.joint.graph
     region = region_at(step, aten.mul.Tensor, (1,), 2)
-    ahead = ahead_of(region, graph)
+    ahead = unit_tangent_of(region, graph)
     assert ahead is not None
     with pytest.raises(NotChunkable, match="scale again"):
-        parts_of(region, graph, ahead)
+        chunk_ops_of(region, graph, ahead)
 
 
 def test_sums_of_half_precision_are_as_good_as_whole_ones() -> None:
@@ -158,10 +157,10 @@ def test_gradients_between_a_region_and_its_tangent_are_not_ahead() -> None:
     backward = aten.tanh_backward.default
     region = region_at(step, aten.mul.Tensor, (1,), 2, least_share=0.01, allows=lambda op: op.target is not backward)
     assert any(n.target is aten.tanh.default for n in region.rules)
-    assert ahead_of(region, step.joint.graph) is None
+    assert unit_tangent_of(region, step.joint.graph) is None
 
 
-def test_a_mask_of_one_element_does_not_hide_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_of_one_element_does_not_hide_a_difference() -> None:
     """Where it is set, everything after it is constant: in one of four random comparisons both data sets had it so."""
     _, step, _ = step_of_seed(1437)
     assert step is not None
@@ -170,36 +169,28 @@ def test_a_mask_of_one_element_does_not_hide_a_difference(monkeypatch: pytest.Mo
     )
     region = grow(seed, Split((1,)), 2)
     assert region is not None and any(n.target is aten.masked_fill.Scalar for n in region.rules)
-    (part,) = parts_of(region, step.joint.graph)
+    (part,) = chunk_ops_of(region, step.joint.graph)
     for number in range(12):
-        monkeypatch.setattr(comparison, "_KNOWN", {})
-        monkeypatch.setattr(comparison, "known_verdict", lambda key: None)
         torch.manual_seed(number)
-        assert not keeps_bits(part)
+        assert compared(part.stage) is False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "name", "count", "exact"), [(5119, "convolution_1", 4, True), (1068, "_to_copy_1", 3, False)])
-def test_half_precision_does_not_hide_another_order(
-    number: int, name: str, count: int, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_does_not_hide_another_order(number: int, name: str, count: int, exact: bool) -> None:
     """A product whose sums are made in another order gives the same bfloat16 for nearly all numbers."""
     _, step, _ = step_of_seed(number)
     assert step is not None
     seed = next(n for n in step.joint.graph.nodes if n.name == name)
     region = grow(seed, Split((1,)), count, exact=exact)
     assert region is not None
-    parts = parts_of(region, step.joint.graph)
-    monkeypatch.setattr(comparison, "known_verdict", lambda key: None)
+    parts = chunk_ops_of(region, step.joint.graph)
 
     def verdict(seed: int) -> bool:
-        monkeypatch.setattr(comparison, "_KNOWN", {})
         torch.manual_seed(seed)
-        return all(map(keeps_bits, parts))
+        return all(not any(op.program.sums) and bool(compared(op.stage)) for op in parts)
 
-    with monkeypatch.context() as longer:
-        longer.setattr(comparison, "_LEAST_HALVES", 8 * comparison._LEAST_HALVES)
-        same = verdict(99)  # there are processors whose kernels add in the same order
+    same = all(map(verdict, range(92, 100)))  # there are processors whose kernels add in the same order
     assert [verdict(seed) for seed in range(4)] == [same] * 4
 
 
@@ -222,7 +213,7 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
         rules = {n: next(r for r in lookup.rules_of(n) if r.outputs == (Split((0,)),)) for n in chosen}
         splits = {v: Split((0,)) for n in chosen for v in (n, *n.all_input_nodes)}
         regions.append(Region(seed, 2, rules, splits, 1))
-    parts = [part for region in regions for part in parts_of(region, graph)]
+    parts = [part for region in regions for part in chunk_ops_of(region, graph)]
     with pytest.raises(NotChunkable, match="wait for each other"):
         with_regions(step.joint, parts)
 

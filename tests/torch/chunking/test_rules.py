@@ -275,7 +275,9 @@ def _language_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
     return model(config), ids
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, eager", "bert", "unet", "cnn"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "unet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "llama, eager", "bert", "cnn"))]
+)
 def test_ops_of_networks_have_rules(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A region ends where an op has no rule, so that one op without a rule in a layer costs the layer."""
     if name in ("unet", "cnn"):

@@ -12,9 +12,9 @@ pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip insta
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch.chunking.buffers import out_variant
 from checkmate.torch.chunking.choose import _refusal
-from checkmate.torch.chunking.graph_values import own_bytes
 from checkmate.torch.chunking.regions import Region, closed
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
+from checkmate.torch.graph.traced import own_bytes
 from tests.torch.chunking.random_regions import Step, outcome_of
 from tests.torch.chunking.test_random_regions import parameter, region_at, step_of
 
@@ -41,14 +41,14 @@ def test_gradients_of_input_and_weight_are_apart() -> None:
     """Together they would hold what the one reads while the other makes its result: U-Net's floor is 6 MiB lower."""
     step = step_of(merged, *MERGED)
     stages = stages_of(region_of(step), step.joint.graph)
-    backward = [stage for stage in stages if stage.level == stages[-1].level]
-    assert len({stage.level for stage in stages}) == 2
+    backward = [stage for stage in stages if stage.wave == stages[-1].wave]
+    assert len({stage.wave for stage in stages}) == 2
     (of_weight,) = [stage for stage in backward if any(own_bytes(value) == 8 * 16 * 9 * 4 for value in stage.results)]
     (of_input,) = [stage for stage in backward if stage.copies]
     assert of_weight is not of_input
     # The gradient of the input needs the shape of the concatenated tensor alone, and so nothing of which that is made.
-    assert aten.cat.default in {op.target for op in of_weight.ops}
-    assert aten.cat.default not in {op.target for op in of_input.ops}
+    assert aten.cat.default in {op.target for op in of_weight.all_ops}
+    assert aten.cat.default not in {op.target for op in of_input.all_ops}
 
 
 def test_slices_are_returned_without_what_they_are_slices_of() -> None:
@@ -100,8 +100,8 @@ def test_small_ops_between_large_ones_belong_to_a_region() -> None:
     small = region_at(step, aten.mm.default, (0,), 4)
     region = closed(small, lambda op: True)
     assert log not in small.rules and log in region.rules
-    levels = [len({stage.level for stage in stages_of(each, graph)}) for each in (small, region)]
-    assert levels[1] < levels[0]
+    waves = [len({stage.wave for stage in stages_of(each, graph)}) for each in (small, region)]
+    assert waves[1] < waves[0]
     assert log not in closed(small, lambda op: op is not log).rules
     assert outcome_of(step, [region], 0).wrong == ()
 

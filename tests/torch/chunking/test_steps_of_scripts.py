@@ -37,7 +37,7 @@ def language() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def run_steps(step: Callable[[], Any], model: nn.Module, count: int = 4) -> tuple[list[torch.Tensor], list[int]]:
+def run_steps(step: Callable[[], Any], model: nn.Module, count: int = 3) -> tuple[list[torch.Tensor], list[int]]:
     """Run steps whose outputs are held until the next has its own: the losses, and the peaks from the third step on."""
     held: Any = None
     losses, peaks = [], []

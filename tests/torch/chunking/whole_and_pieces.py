@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch.chunking.rules.pieces import Cut, arguments_of_piece, cuts, shape_of_piece
-from checkmate.torch.chunking.rules.placements import SUM, Rule, Split
+from checkmate.torch.chunking.rules.placements import SUM, Rule, Slices, Split, arguments_of_piece, cuts, sliced
 
 aten = torch.ops.aten
 
@@ -47,12 +46,10 @@ def mismatches(op: Any, args: Sequence[Any], kwargs: dict[str, Any], rules: Sequ
         for count in COUNTS:
             try:
                 pieces = run_in_pieces(op, args, kwargs, rule, outputs, count)
-            except ValueError as error:
-                if "equal parts" in str(error):  # `count` does not fit two dimensions
-                    continue
-                raise
             except (RuntimeError, IndexError, AssertionError) as error:
                 yield f"{op} {rule} in {count}: {error}"
+                continue
+            if pieces is None:
                 continue
             # The error of sums in another order is relative to the numbers that are summed.
             scale = max(
@@ -67,26 +64,29 @@ def mismatches(op: Any, args: Sequence[Any], kwargs: dict[str, Any], rules: Sequ
 
 def run_in_pieces(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], rule: Rule, outputs: Sequence[Any], count: int
-) -> list[tuple[list[Cut | None], list[Any]]]:
-    """The pieces: for each what was cut from the outputs, and the results."""
+) -> list[tuple[list[Slices | None], list[Any]]] | None:
+    """For each piece what was cut from the outputs, and the results; None where two dimensions cannot be cut into so many."""
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in where]
-    of_inputs = [_cuts(t, p, count) for t, p in zip(tensors, rule.inputs, strict=True)]
-    of_outputs = [_cuts(t, p, count) for t, p in zip(outputs, rule.outputs, strict=True)]
+    placed = [*zip(tensors, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True)]
+    found = [(isinstance(p, Split), cuts(tuple(t.shape), p, count) if isinstance(p, Split) else None) for t, p in placed]
+    if any(cut and slices is None for cut, slices in found):
+        return None
+    of_inputs, of_outputs = [s for _, s in found[: len(tensors)]], [s for _, s in found[len(tensors) :]]
     lengths = {len(each) for each in (*of_inputs, *of_outputs) if each is not None}
     (pieces,) = lengths
-    done: list[tuple[list[Cut | None], list[Any]]] = []
+    done: list[tuple[list[Slices | None], list[Any]]] = []
     for k in range(pieces):
         for i, tensor, cut in zip(where, tensors, of_inputs, strict=True):
-            leaves[i] = tensor if cut is None else _slice(tensor, cut[k])
+            leaves[i] = tensor if cut is None else sliced(tensor, cut[k])
         here = [None if cut is None else cut[k] for cut in of_outputs]
         shapes = [
-            None if not isinstance(t, torch.Tensor) else tuple(t.shape) if cut is None else shape_of_piece(t.shape, cut)
+            None if not isinstance(t, torch.Tensor) else tuple((t if cut is None else sliced(t, cut)).shape)
             for t, cut in zip(outputs, here, strict=True)
         ]
-        piece_args, piece_kwargs = arguments_of_piece(op, rule, *pytree.tree_unflatten(leaves, structure), shapes)
-        result = _call(op, piece_args, piece_kwargs)
+        piece_args, piece_kwargs = pytree.tree_unflatten(leaves, structure)
+        result = _call(op, arguments_of_piece(op, rule, piece_args, shapes), piece_kwargs)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         for shape, tensor in zip(shapes, results, strict=True):
             assert shape is None or tuple(tensor.shape) == tuple(shape), f"{tuple(tensor.shape)} instead of {shape}"
@@ -102,20 +102,10 @@ def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*args, **kwargs)
 
 
-def _cuts(tensor: Any, placement: Any, count: int) -> list[Cut] | None:
-    return cuts(tensor.shape, placement, count) if isinstance(placement, Split) else None
-
-
-def _slice(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    for dim, start, length in cut:
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
 def _agrees(expected: torch.Tensor, placement: Any, pieces: Sequence[Any], at: int, scale: float) -> bool:
     if placement == SUM:
         return _close(sum(results[at] for _, results in pieces), expected, scale)
-    return all(_close(results[at], expected if cut[at] is None else _slice(expected, cut[at]), scale) for cut, results in pieces)
+    return all(_close(results[at], expected if cut[at] is None else sliced(expected, cut[at]), scale) for cut, results in pieces)
 
 
 def _close(value: Any, expected: torch.Tensor, scale: float) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import CostStore
-from checkmate.torch.chunking.bits.verdicts import verdict_key
+from checkmate.torch.chunking.bits import verdict_key
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.measure.profiler import Profiler, signature
 
@@ -42,56 +43,39 @@ def onednn_off() -> Generator[None]:
         ONEDNN.set_flags(_enabled=True, _fp32_precision=None)
 
 
-def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(ONEDNN), "enabled", False)
+@contextmanager
+def variable(name: str, value: str) -> Generator[None]:
+    os.environ[name] = value
+    yield
+    del os.environ[name]
 
 
-def with_an_older_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+@contextmanager
+def set_by(setter: Callable[[Any], object], now: Any, then: Any) -> Generator[None]:
+    setter(now)
+    yield
+    setter(then)
 
 
-def on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.torch.graph.kernel_settings.processor", lambda: "Another Processor")
+CHANGES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "without oneDNN": onednn_off,
+    "an older instruction set": lambda: variable("ONEDNN_MAX_CPU_ISA", "SSE41"),
+    "another library of products": lambda: variable("MKL_ENABLE_INSTRUCTIONS", "SSE4_2"),
+    "another number of threads": lambda: set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "deterministic": lambda: set_by(torch.use_deterministic_algorithms, True, False),
+    "without flash attention": lambda: set_by(torch.backends.cuda.enable_flash_sdp, False, True),
+    "another precision": lambda: set_by(torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
+}
 
 
-def with_another_vector_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-
-
-def deterministically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-
-
-def without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-
-
-def with_other_libraries_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        without_onednn,
-        with_an_older_instruction_set,
-        on_another_processor,
-        with_another_vector_width,
-        deterministically,
-        without_flash_attention,
-        with_other_libraries_of_products,
-    ],
-)
-def test_what_chooses_a_kernel_is_in_every_key(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_chooses_a_kernel_is_in_every_key(change: str) -> None:
     """A cost, or a verdict on bits, of another kernel says nothing about the one that runs."""
     node = convolution()
     cost, verdict = signature(node), verdict_key("program", CPU)
-    change(monkeypatch)
-    assert signature(node) != cost
-    assert verdict_key("program", CPU) != verdict
-    monkeypatch.undo()
+    with CHANGES[change]():
+        assert signature(node) != cost
+        assert verdict_key("program", CPU) != verdict
     assert (signature(node), verdict_key("program", CPU)) == (cost, verdict)
 
 
@@ -120,11 +104,11 @@ def test_a_profiler_sees_settings_that_change_after_it_was_made(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_VERBOSE", "DNNL_VERBOSE", "CUDNN_LOGINFO_DBG"])
-def test_what_libraries_print_is_in_no_key(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_libraries_print_is_in_no_key(name: str) -> None:
     """Asking a library to tell what it does is no reason to measure again."""
     before = kernel_settings(CPU)
-    monkeypatch.setenv(name, "1")
-    assert kernel_settings(CPU) == before
+    with variable(name, "1"):
+        assert kernel_settings(CPU) == before
 
 
 def test_a_precision_that_was_set_by_name_can_be_read() -> None:

@@ -13,9 +13,9 @@ from torch._inductor.utils import run_and_get_code
 
 import checkmate.torch
 from checkmate.torch import Step, measure_peak
-from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
+from checkmate.torch.chunking.program import CHUNKED, NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.replace import with_regions
+from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.inductor.pieces import write_out_pieces
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, Language, batch, plain
 
@@ -159,7 +159,8 @@ def test_what_is_written_out_computes_what_runs_in_pieces(seed: int) -> None:
     for _ in range(8):
         regions = random_regions(random.Random(rng.random()), graph)
         try:
-            parts = [p for i, r in enumerate(regions) for p in parts_of(r, graph, ahead_of(r, graph) if i % 2 else None)]
+            tangents = [unit_tangent_of(r, graph) if i % 2 else None for i, r in enumerate(regions)]
+            parts = [p for r, tangent in zip(regions, tangents, strict=True) for p in chunk_ops_of(r, graph, tangent)]
             pieces = with_regions(step.joint, parts)
         except NotChunkable:
             continue

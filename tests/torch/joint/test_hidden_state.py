@@ -72,9 +72,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown() -> None:
     """As in a new process."""
-    monkeypatch.setattr(hidden_state, "_KNOWN", {})
+    hidden_state._KNOWN.clear()
 
 
 def graph_of(op: Any, **options: Any) -> checkmate.Graph:

@@ -9,10 +9,9 @@ import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import fx
 
-from checkmate.torch.joint.capture import Capture, capture_joint
-from checkmate.torch.joint.part import part_of
+from checkmate.torch.joint.capture import Capture, capture_joint, part_of
 from checkmate.torch.measure.estimates import estimated_costs
-from checkmate.torch.passes.undefined_tangents import without_tangents
+from checkmate.torch.passes.gradients import without_tangents
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from checkmate.cost.device import load_device
-from checkmate.torch.chunking.kinds import Kind, kinds_of
+from checkmate.torch.chunking.choose import cuttable
 from checkmate.torch.chunking.program import CHUNKED
+from checkmate.torch.chunking.region_groups import RegionGroup, region_groups
 from checkmate.torch.chunking.replace import with_regions
-from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views
@@ -31,11 +31,11 @@ def traced(
     return DeviceTracer(recipe, time.perf_counter() + 60, target, optimizer).traced()
 
 
-def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
+def kinds_and_ops(step: TracedStep) -> list[tuple[RegionGroup, list[fx.Node]]]:
     """Each kind of regions, with the nodes that run it."""
     (whole,) = step.captured.joints
     joint = cuttable(whole)
-    found = [(kind, with_regions(joint, kind.parts)) for kind in kinds_of(joint.graph)]
+    found = [(kind, with_regions(joint, kind.chunk_ops)) for kind in region_groups(joint.graph)]
     return [(kind, [node for node in module.graph.nodes if node.target is CHUNKED]) for kind, module in found]
 
 

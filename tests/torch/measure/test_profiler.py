@@ -16,7 +16,7 @@ import checkmate.torch.measure.profiler as profiler
 import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.measure.single_op import needed_bytes, ready_to_run

@@ -12,7 +12,7 @@ from torch import fx
 from checkmate import Plan, simulate
 from checkmate.torch.joint.capture import capture_joint
 from checkmate.torch.measure.estimates import estimated_costs
-from checkmate.torch.passes.accumulation import ACCUMULATE, accumulated_inputs, accumulating
+from checkmate.torch.passes.gradients import ACCUMULATE, accumulated_inputs, accumulating
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from checkmate import Plan, simulate
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.joint.capture import capture_joint
 from checkmate.torch.measure.estimates import estimated_costs
-from checkmate.torch.passes.undefined_tangents import without_tangents
+from checkmate.torch.passes.gradients import without_tangents
 
 Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 FUNCTIONS: dict[str, Function] = {}

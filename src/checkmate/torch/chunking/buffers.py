@@ -36,14 +36,7 @@ class Buffer:
 
 
 def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
-    """Have the ops of a piece write their largest tensors into buffers, which become the last inputs of the graph.
-
-    Args:
-        graph: The graph of a piece; changed in place.
-
-    Returns:
-        The buffers, in the order of the inputs.
-    """
+    """Have the ops of a piece write their largest tensors into buffers, which become the last inputs of the graph."""
     nodes = list(graph.nodes)
     ends = _last_uses(nodes)
     most = max((storage_bytes(node.meta["val"]) for node in nodes if _writes_elsewhere(node)), default=0)
@@ -70,14 +63,7 @@ def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
 
 @dataclass(slots=True)
 class _Slot:
-    """A buffer at a point of the graph.
-
-    Attributes:
-        buffer: The buffer.
-        given: The input of the graph that it is.
-        writer: The op that has written to it.
-        held: The traced storage that it stands for.
-    """
+    """A buffer at a point of the graph."""
 
     buffer: Buffer
     given: fx.Node
@@ -118,13 +104,7 @@ def _may_overwrite(node: fx.Node, slot: _Slot) -> bool:
 
 
 def write_to(node: fx.Node, target: fx.Node, shape: tuple[int, ...] | None = None) -> None:
-    """Have an op that has an ``out`` variant write its result to another tensor.
-
-    Args:
-        node: The op.
-        target: The tensor.
-        shape: The shape in which it is written; that of the tensor by default.
-    """
+    """Have an op that has an ``out`` variant write its result to another tensor."""
     found = out_variant(node.target)
     assert found is not None
     overload, name = found

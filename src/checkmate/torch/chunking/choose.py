@@ -1,6 +1,6 @@
-"""Choose which kinds of regions run piece by piece, so that the plan within the budget is the fastest found.
+"""Choose which groups of regions run piece by piece, so that the plan within the budget is the fastest found.
 
-Each set of kinds is another graph. First kinds are added until the floor is within the budget, each time the one that lowers it
+Each set of groups is another graph. First groups are added until the floor is within the budget, each time the one that lowers it
 most; then one after the other if that makes the plan faster; then those are left out again without which it is no slower.
 
 The bound of the answer is the least of the bounds of all graphs for which a plan was found: it says how far the plan can be from
@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic
+from functools import cached_property
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
+from torch import fx
 
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
@@ -24,60 +26,193 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import near_smallest
-from checkmate.torch.chunking.kinds import Kind
+from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.program import NotChunkable
-from checkmate.torch.chunking.variants import LEAST_GAIN, SMALLEST_S, CapturedT, ChunkableStep, Chunks, Variants
+from checkmate.torch.chunking.region_groups import RegionGroup, region_groups
+from checkmate.torch.chunking.regions import Allows
+from checkmate.torch.chunking.replace import with_regions
+from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.measure.resident import beyond_room
+from checkmate.torch.passes.losses import make_ones_without_input, pick_before_reducing
 
 _log = logging.getLogger("checkmate.torch")
 
-_TRIALS_SHARE: Final = 0.5
-"""Share of the time limit for the plans of all sets of kinds that are tried."""
+_LEAST_GAIN: Final = 0.002
+"""Share of a cost or of a peak that another set must save. Costs are not known more exactly."""
 
-_QUICK_SHARE: Final = 0.25
-"""Share of the time for the plan of a set that is for whether there is one."""
-
-_SMALLEST_SHARE: Final = 0.2
-"""Share of the time limit for a search of the smallest peak, of which there are two where no set has a plan."""
-
-_LAST_SHARE: Final = 0.5
-"""Share of the time limit for the plan of the set that is chosen."""
-
-_CHEAP: Final = 1.1
-"""Overhead of a plan of whole ops up to which no exact pieces are looked for: their bits are tested, which takes seconds."""
-
-_CHEAP_SHARE: Final = 0.1
-"""Share of the time limit for that plan. A search of the same step continues from it."""
-
-_OFFER_S: Final = 3.0
-"""Most seconds after which a refusal still looks for how much memory would be enough."""
-
-_RUNS: Final = 3
-"""How many times the seconds of the step it may take to measure the ops that run its regions."""
+_SMALLEST_S: Final = 1.0
+"""Most seconds of a search for a plan of a small peak."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class InPieces(Generic[CapturedT]):
-    """A captured step, and the kinds of regions that run piece by piece in it."""
+class HasGraph(Protocol):
+    """A captured step."""
 
-    captured: CapturedT
-    kinds: tuple[Kind, ...]
+    @property
+    def graph(self) -> Graph:
+        """The graph to plan."""
+        ...
+
+
+CapturedT = TypeVar("CapturedT", bound=HasGraph)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Which ops may run piece by piece."""
+
+    exact: bool  # results have to be those of the whole ops to the bit
+    allows: Allows = lambda op: True
+    recomputes_nothing: bool = False  # only regions that compute nothing twice
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Variant(Generic[CapturedT]):
-    """A set of kinds with the step that they give, and what planning that gave: a plan, or the smallest peak that was found."""
+class ChunkableStep(Generic[CapturedT]):
+    """A step whose joint modules can be changed before it is planned."""
 
-    kinds: tuple[Kind, ...]
+    whole: CapturedT  # as it was captured, in which nothing runs piece by piece
+    joints: tuple[fx.GraphModule, ...]
+    captured: Callable[[Sequence[fx.GraphModule]], CapturedT]  # captures the step with other joint modules
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkedStep(Generic[CapturedT]):
+    """A captured step, and the groups of regions that run piece by piece in it."""
+
     captured: CapturedT
+    groups: tuple[RegionGroup, ...]
+
+
+def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint module in which losses can be cut."""
+    graph = copy_graph(joint.graph)
+    pick_before_reducing(graph)
+    make_ones_without_input(graph)
+    graph.lint()
+    return fx.GraphModule(joint, graph)
+
+
+class ChunkChoices(Generic[CapturedT]):
+    """A step by what runs piece by piece in it: each set of groups gives another graph to plan.
+
+    From ``until`` on, a value of ``time.perf_counter()``, a new set raises `TimeoutError`.
+    """
+
+    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks, until: float | None = None) -> None:
+        self._step, self._chunks, self._until = step, chunks, until
+        self._known: dict[frozenset[RegionGroup], CapturedT] = {frozenset(): step.whole}
+
+    @cached_property
+    def groups(self) -> list[RegionGroup]:
+        """The groups to choose from: the four that save most, and other ways to run the same regions."""
+        began = time.perf_counter()
+        found: list[RegionGroup] = []
+        for joint in self._joints:
+            which = {"exact": self._chunks.exact, "recomputes_nothing": self._chunks.recomputes_nothing}
+            found += region_groups(joint.graph, self._chunks.allows, **which)
+        _log.debug("found %d groups of regions in %.1f s", len(found), time.perf_counter() - began)
+        found.sort(key=lambda group: group.saved_bytes, reverse=True)
+        first: list[RegionGroup] = []
+        for group in found:
+            if len(first) < 4 and not any(group.excludes(other) for other in first):
+                first.append(group)
+        return [group for group in found if any(group.excludes(other) for other in first)]
+
+    @cached_property
+    def _joints(self) -> list[fx.GraphModule]:
+        return [cuttable(joint) for joint in self._step.joints]
+
+    def captured(self, groups: tuple[RegionGroup, ...]) -> CapturedT:
+        """The step with some groups in pieces.
+
+        Raises:
+            NotChunkable: Regions of these groups wait for each other.
+        """
+        if self._until is not None and time.perf_counter() > self._until:
+            raise TimeoutError
+        key = frozenset(groups)
+        if key not in self._known:
+            chunk_ops = [op for group in groups for op in group.chunk_ops]
+            modules = list(self._step.joints)
+            for i, joint in enumerate(self._joints):
+                inside = [op for op in chunk_ops if op.stage.region.seed.graph is joint.graph]
+                if inside:
+                    modules[i] = with_regions(joint, inside)
+            self._known[key] = self._step.captured(modules)
+        return self._known[key]
+
+    def below(self, budget_bytes: int) -> tuple[RegionGroup, ...]:
+        """Groups with which the floor is within a budget, or as low as it gets, by adding the one that lowers it most."""
+        chosen: list[RegionGroup] = []
+        lowest = self._bytes(chosen, _floor_bytes)
+        while lowest > budget_bytes:
+            floors = {group: self._bytes([*chosen, group], _floor_bytes) for group in self._addable(chosen)}
+            best = min(floors, key=floors.__getitem__, default=None)
+            if best is None or floors[best] >= lowest:
+                break
+            chosen.append(best)
+            lowest = floors[best]
+        return tuple(chosen)
+
+    def smallest(self, search_s: float = _SMALLEST_S) -> tuple[RegionGroup, ...]:
+        """Groups with which the smallest peak is low: those that lower the floor, and perhaps those that lower the peak further.
+
+        Quick searches choose the latter, which can be wrong by more than they save. So a search of ``search_s`` seconds each
+        decides whether they are added.
+        """
+        below = self.below(0)
+        chosen = list(below)
+        lowest = self._bytes(chosen, _quick_bytes)
+        for group in [group for group in self.groups if group.most_pieces]:
+            if group in self._addable(chosen):
+                peak = self._bytes([*chosen, group], _quick_bytes)
+                if peak < (1 - _LEAST_GAIN) * lowest:
+                    chosen.append(group)
+                    lowest = peak
+        if len(chosen) == len(below):
+            return below
+
+        def searched_bytes(graph: Graph) -> int:
+            return near_smallest(graph, search_s, enough_bytes=0).peak_bytes
+
+        return min((below, tuple(chosen)), key=lambda groups: self._bytes(groups, searched_bytes))
+
+    def floors(self) -> list[int]:
+        """The floors of all steps that were captured."""
+        return [_floor_bytes(captured.graph) for captured in self._known.values()]
+
+    def _addable(self, chosen: Sequence[RegionGroup]) -> list[RegionGroup]:
+        """Groups with which memory gets smallest that share no op with those that are chosen."""
+        return [group for group in self.groups if group.most_pieces and not any(group.excludes(other) for other in chosen)]
+
+    def _bytes(self, groups: Sequence[RegionGroup], of: Callable[[Graph], int]) -> int:
+        try:
+            return of(self.captured(tuple(groups)).graph)
+        except NotChunkable:
+            return sys.maxsize
+
+
+def _floor_bytes(graph: Graph) -> int:
+    return floor(graph).peak_bytes
+
+
+def _quick_bytes(graph: Graph) -> int:
+    return near_smallest(graph, _SMALLEST_S).peak_bytes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Trial(Generic[CapturedT]):
+    """A set of groups with the plan that was found for it, or the smallest peak."""
+
+    captured: CapturedT
+    groups: tuple[RegionGroup, ...]
     result: Result | None
     smallest_bytes: int
 
-    def is_better_than(self, other: _Variant[CapturedT]) -> bool:
+    def is_better_than(self, other: _Trial[CapturedT]) -> bool:
         """Whether its plan is faster, or its smallest peak is lower where neither has a plan."""
         if self.result is None:
-            return other.result is None and self.smallest_bytes < (1 - LEAST_GAIN) * other.smallest_bytes
-        return other.result is None or self.result.cost < (1 - LEAST_GAIN) * other.result.cost
+            return other.result is None and self.smallest_bytes < (1 - _LEAST_GAIN) * other.smallest_bytes
+        return other.result is None or self.result.cost < (1 - _LEAST_GAIN) * other.result.cost
 
 
 def choose_chunks(
@@ -87,18 +222,9 @@ def choose_chunks(
     time_limit_s: float | None,
     solve: Callable[[CapturedT, float | None], Result],
 ) -> tuple[CapturedT, Result] | None:
-    """The fastest plan found within a budget over sets of regions that run piece by piece.
+    """The fastest plan found within a budget over sets of regions that run piece by piece, with the step that it is for.
 
-    Args:
-        step: The step.
-        chunks: What may run piece by piece.
-        budget_bytes: The budget.
-        time_limit_s: Seconds of wall time, or None for no limit.
-        solve: Plans what was captured, within the budget and so many seconds.
-
-    Returns:
-        What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
-        keeping everything keeps the budget.
+    Its overhead is that against computing every op of the given step once. None where keeping everything keeps the budget.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs was found that keeps the budget; its floor holds for all of them.
@@ -106,53 +232,62 @@ def choose_chunks(
     """
     if keep_all_bytes(step.whole.graph) <= budget_bytes:
         return None
-    variants = Variants(step, chunks)
+    choices = ChunkChoices(step, chunks)
 
-    def planned(of: tuple[Kind, ...], time_s: float | None) -> _Variant[CapturedT]:
+    def planned(groups: tuple[RegionGroup, ...], time_s: float | None) -> _Trial[CapturedT]:
         try:
-            captured = variants.captured(of)
+            captured = choices.captured(groups)
         except NotChunkable:
-            return _Variant(of, step.whole, None, sys.maxsize)
-        quick_s = min(SMALLEST_S, _share(_QUICK_SHARE, time_s) or SMALLEST_S)
-        smallest = near_smallest(captured.graph, quick_s, budget_bytes).peak_bytes
-        if smallest > budget_bytes:  # a refusal would search for the smallest peak for much longer
-            return _Variant(of, captured, None, smallest)
+            return _Trial(step.whole, groups, None, sys.maxsize)
+        # A quarter of the time for whether there is a plan: a refusal would search for the smallest peak for much longer.
+        smallest = near_smallest(captured.graph, min(_SMALLEST_S, _share(0.25, time_s) or _SMALLEST_S), budget_bytes).peak_bytes
         try:
-            return _Variant(of, captured, solve(captured, _share(1 - _QUICK_SHARE, time_s)), smallest)
+            result = solve(captured, _share(0.75, time_s)) if smallest <= budget_bytes else None
         except PlanNotFoundError:  # its windows are too narrow for the plan
-            return _Variant(of, captured, None, smallest)
+            result = None
+        return _Trial(captured, groups, result, smallest)
 
     whole: Result | None = None
     if chunks.exact:
-        whole = planned((), _share(_CHEAP_SHARE, time_limit_s)).result
-        time_limit_s = _share(1 - _CHEAP_SHARE, time_limit_s)
-        if whole is not None and whole.overhead <= _CHEAP:
+        # The bits of exact pieces are tested, which takes seconds: not where a plan of whole ops is cheap.
+        whole = planned((), _share(0.1, time_limit_s)).result
+        time_limit_s = _share(0.9, time_limit_s)
+        if whole is not None and whole.overhead <= 1.1:
             return step.whole, solve(step.whole, time_limit_s)
     with beyond_room(whole is None):
-        kinds = variants.kinds
-    if not kinds:
+        groups = choices.groups
+    if not groups:
         return step.whole, solve(step.whole, time_limit_s)
-    trial_s = _share(_TRIALS_SHARE / (1 + 2 * len(kinds)), time_limit_s)
-    best = planned(variants.below(budget_bytes), trial_s)
-    tried = [best]
-    for kind in kinds:
-        # Fewer pieces of a region take more memory: they are for one that runs in pieces anyway.
-        if kind not in best.kinds and (kind.most_pieces or any(map(kind.is_fewer_pieces_of, best.kinds))):
-            tried.append(planned((*(other for other in best.kinds if not other.excludes(kind)), kind), trial_s))
-            best = tried[-1] if tried[-1].is_better_than(best) else best
-    for kind in best.kinds if len(best.kinds) > 1 else ():
-        tried.append(planned(tuple(other for other in best.kinds if other is not kind), trial_s))
-        best = best if best.is_better_than(tried[-1]) else tried[-1]
+    trial_s = _share(0.5 / (1 + 2 * len(groups)), time_limit_s)
+    tried = _trials(choices, budget_bytes, lambda of: planned(of, trial_s))
+    best = tried[0]
     if best.result is None:
         # Its refusal names a budget, for which this set is chosen again if no other has a plan.
-        best = planned(variants.smallest(_share(_SMALLEST_SHARE, time_limit_s) or SMALLEST_S), trial_s)
+        best = planned(choices.smallest(_share(0.2, time_limit_s) or _SMALLEST_S), trial_s)
         tried.append(best)
     try:
-        result = solve(best.captured, _share(_LAST_SHARE, time_limit_s))
+        result = solve(best.captured, _share(0.5, time_limit_s))
     except InfeasibleBudgetError as error:
-        raise _refusal(error, variants.floors()) from None
-    bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
-    return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
+        raise _refusal(error, choices.floors()) from None
+    bounds = [trial.result.bound for trial in tried if trial.result is not None and trial is not best]
+    return best.captured, _with_bounds(result, best.groups, [*bounds, result.bound], step.whole.graph)
+
+
+def _trials(
+    choices: ChunkChoices[CapturedT], budget_bytes: int, planned: Callable[[tuple[RegionGroup, ...]], _Trial[CapturedT]]
+) -> list[_Trial[CapturedT]]:
+    """All sets of groups that were planned, the best first."""
+    best = planned(choices.below(budget_bytes))
+    tried = [best]
+    for group in choices.groups:
+        # Fewer pieces of a region take more memory: they are for one that runs in pieces anyway.
+        if group not in best.groups and (group.most_pieces or any(map(group.is_fewer_pieces_of, best.groups))):
+            tried.append(planned((*(other for other in best.groups if not other.excludes(group)), group)))
+            best = tried[-1] if tried[-1].is_better_than(best) else best
+    for group in best.groups if len(best.groups) > 1 else ():
+        tried.append(planned(tuple(other for other in best.groups if other is not group)))
+        best = best if best.is_better_than(tried[-1]) else tried[-1]
+    return [best, *(trial for trial in tried if trial is not best)]
 
 
 def _share(share: float, time_s: float | None) -> float | None:
@@ -160,71 +295,48 @@ def _share(share: float, time_s: float | None) -> float | None:
     return None if time_s is None else share * time_s
 
 
-def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> InPieces[CapturedT]:
-    """A step with those kinds of regions piece by piece that make its smallest peak lower.
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> ChunkedStep[CapturedT]:
+    """A step with those groups of regions piece by piece that make its smallest peak lower.
 
-    Args:
-        step: The step.
-        chunks: What may run piece by piece.
-        budget_bytes: The budget, if it is known in bytes. Exact pieces, whose bits have to be tested, are for a step that exceeds
-            it otherwise.
+    Exact pieces, whose bits have to be tested, are for a step of which no plan within the budget is found quickly, if a budget is
+    known.
     """
-    if chunks.exact and not _exceeds(step.whole.graph, budget_bytes):
-        return InPieces(step.whole, ())
-    variants = Variants(step, chunks)
+    if chunks.exact and (
+        budget_bytes is None or near_smallest(step.whole.graph, _SMALLEST_S, budget_bytes).peak_bytes <= budget_bytes
+    ):
+        return ChunkedStep(step.whole, ())
+    choices = ChunkChoices(step, chunks)
     with beyond_room(allowed=True):
-        kinds = variants.smallest()
-    return InPieces(variants.captured(kinds), kinds)
+        groups = choices.smallest()
+    return ChunkedStep(choices.captured(groups), groups)
 
 
-def with_pieces(result: Result, whole: Graph, kinds: Sequence[Kind]) -> Result:
-    """The figures of a plan with its overhead against the step in which nothing runs piece by piece.
-
-    Args:
-        result: The plan.
-        whole: That step.
-        kinds: What runs piece by piece.
-    """
-    remarks = [f"in pieces: {kind.description}" for kind in kinds]
+def with_pieces(result: Result, whole: Graph, groups: Sequence[RegionGroup]) -> Result:
+    """The figures of a plan with its overhead against the step in which nothing runs piece by piece."""
+    remarks = [f"in pieces: {group.description}" for group in groups]
     return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks))
 
 
 def with_offer(
     error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks, *, part: bool = False
 ) -> InfeasibleBudgetError:
-    """A refusal that says what it would help if ops ran piece by piece: in bytes, where that is known soon.
+    """A refusal that says what it would help if ops ran piece by piece: in bytes, where that is known within three seconds.
 
-    Args:
-        error: The refusal, of a step in which none does.
-        step: The step.
-        chunks: What could run piece by piece.
-        part: Whether that is only a part of the step, and the rest is not known yet.
+    ``part`` is for a step of which only a part is known yet.
     """
-    peak = _offered_bytes(step, chunks)
-    if peak is None:
+    within_s = 3.0
+    try:
+        if 3 * step.whole.graph.cost > within_s * 1e9:  # to measure the ops that run its regions would take as long
+            raise TimeoutError
+        choices = ChunkChoices(step, chunks, time.perf_counter() + within_s)
+        peak = _quick_bytes(choices.captured(choices.smallest()).graph)
+    except TimeoutError:
         return error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece')
     if peak >= (error.smallest_bytes or error.floor_bytes):
         return error
     enough = "this budget" if peak <= error.budget_bytes else format_at_least(peak)
     enough += " is enough for this graph alone" if part else " is enough"
     return error.with_hint(f'{error.hint}; with chunking="auto", which runs ops piece by piece, {enough}')
-
-
-def _offered_bytes(step: ChunkableStep[CapturedT], chunks: Chunks) -> int | None:
-    """The smallest peak found with regions piece by piece; None if that takes too long, or cannot be measured now."""
-    until = time.perf_counter() + _OFFER_S
-    if _RUNS * step.whole.graph.cost > _OFFER_S * 1e9:
-        return None
-    try:
-        variants = Variants(step, chunks, until)
-        return near_smallest(variants.captured(variants.smallest()).graph, SMALLEST_S).peak_bytes
-    except TimeoutError:
-        return None
-
-
-def _exceeds(graph: Graph, budget_bytes: int | None) -> bool:
-    """Whether no plan within a budget is found quickly."""
-    return budget_bytes is not None and near_smallest(graph, SMALLEST_S, budget_bytes).peak_bytes > budget_bytes
 
 
 def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleBudgetError:
@@ -242,15 +354,15 @@ def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleB
     )
 
 
-def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:
-    """The result of a variant, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    result = with_pieces(result, whole, kinds)
+def _with_bounds(result: Result, groups: Sequence[RegionGroup], bounds: Sequence[float], whole: Graph) -> Result:
+    """The result of a set, with figures that refer to the graph without chunks and to all graphs that were planned."""
+    result = with_pieces(result, whole, groups)
     covered = f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found"
-    if kinds:
-        _log.info("%s", "; ".join([*result.remarks[-len(kinds) :], covered]))
+    if groups:
+        _log.info("%s", "; ".join([*result.remarks[-len(groups) :], covered]))
     return msgspec.structs.replace(
         result,
         bound=min(bounds),
         gap=max(0.0, (result.cost - min(bounds)) / result.cost),
-        remarks=(*result.remarks, covered) if kinds else result.remarks,
+        remarks=(*result.remarks, covered) if groups else result.remarks,
     )

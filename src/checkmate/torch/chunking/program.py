@@ -24,17 +24,24 @@ from torch import fx
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
-from checkmate.torch.chunking.graph_values import outputs, producer, shape_only, tensor
 from checkmate.torch.chunking.regions import Region, slices_of
-from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
-from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
+from checkmate.torch.chunking.rules.placements import (
+    SUM,
+    WHOLE,
+    Placement,
+    Rule,
+    Slices,
+    Split,
+    arguments_of_piece,
+    cuts,
+    sliced,
+)
 from checkmate.torch.chunking.stages import Stage, stages_of
-from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.pieces import Pieces
-from checkmate.torch.graph.retrace import retraced
+from checkmate.torch.chunking.unit_tangent import UnitTangent
+from checkmate.torch.graph.op_properties import Pieces, makes_views
 from checkmate.torch.graph.storages import leaves
+from checkmate.torch.graph.traced import outputs, producer, retraced, shape_only, tensor
 
 aten = torch.ops.aten
 
@@ -54,9 +61,6 @@ that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.
 _SUMMED_AS = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
 """Types in which sums are too coarse to add to many times: an op that sums in one kernel rounds once."""
 
-Slices = tuple[tuple[int, int, int], ...]
-"""Dimension, start and length of each cut that makes a slice; none for a whole tensor."""
-
 
 class NotChunkable(CheckmateError):
     """A stage cannot run piece by piece after all: an op does not take slices, such as a view of what is not contiguous."""
@@ -64,28 +68,19 @@ class NotChunkable(CheckmateError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One run of a program's ops.
-
-    Attributes:
-        operands: How each operand is sliced.
-        results: How each result is sliced, where it is assembled from slices.
-        body: Index of the ops that run.
-    """
+    """One run of a program's ops, with the slices of each operand, and of each result that is assembled from slices."""
 
     operands: tuple[Slices, ...]
     results: tuple[Slices, ...]
-    body: int
+    body: int  # index of the ops that run
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
     """The code of one piece.
 
-    Attributes:
-        run: A function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
-            buffers. For the first piece there are no sums yet: it returns them.
-        graph: Its graph.
-        buffers: Memory for temporary tensors.
+    It is a function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
+    buffers for temporary tensors. For the first piece there are no sums yet: it returns them.
     """
 
     run: BoxedRun
@@ -95,19 +90,11 @@ class Body:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChunkedProgram:
-    """The pieces of one ``checkmate::chunked`` op, and the ops that run for each.
+    """The pieces of one ``checkmate::chunked`` op in the order in which they run, and the ops that run for each."""
 
-    Attributes:
-        key: Hash of all below.
-        results: Layout of each result.
-        sums: Which results are sums over the pieces.
-        pieces: The pieces, in the order in which they run.
-        bodies: What runs the ops on the slices of one piece.
-    """
-
-    key: str
+    key: str  # hash of all below
     results: tuple[Layout, ...]
-    sums: tuple[bool, ...]
+    sums: tuple[bool, ...]  # which results are sums over the pieces
     pieces: tuple[Piece, ...]
     bodies: tuple[Body, ...]
 
@@ -119,24 +106,13 @@ class ChunkedProgram:
         return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self.by_piece)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run all pieces.
-
-        Args:
-            operands: The operands, whole.
-
-        Returns:
-            The results, in order.
-        """
+        """Run all pieces."""
         *_, results = self.by_piece(operands)
         assert results is not None
         return results
 
     def by_piece(self, operands: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor] | None]:
-        """Run the pieces one by one: yields None after each, and the results at last.
-
-        Args:
-            operands: The operands, whole.
-        """
+        """Run the pieces one by one: yields None after each, and the results at last."""
         made = [None if is_sum else layout.empty() for layout, is_sum in zip(self.results, self.sums, strict=True)]
         shared: dict[tuple[Buffer, ...], list[torch.Tensor]] = {}
         for piece in self.pieces:
@@ -151,18 +127,6 @@ class ChunkedProgram:
             made = [next(terms) if t is None else t for t in made]
             yield None
         yield [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
-
-
-def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
-    """A slice of a tensor.
-
-    Args:
-        tensor: The tensor.
-        slices: Dimension, start and length of each cut.
-    """
-    for dim, start, length in slices:
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 _PROGRAMS: dict[str, ChunkedProgram] = {}
@@ -185,47 +149,35 @@ def _traced(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class ChunkOp:
     """A stage of a region with the program that runs it."""
 
     stage: Stage
     program: ChunkedProgram
 
 
-def parts_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> list[Part]:
+def chunk_ops_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None = None) -> list[ChunkOp]:
     """The stages of a region, in the order in which they can run, with their programs.
-
-    Args:
-        region: The region.
-        graph: Its graph.
-        ahead: The tangent that is taken to be one.
 
     Raises:
         NotChunkable: An op does not take slices.
     """
-    stages = stages_of(region, graph, ahead)
-    if ahead is not None and any(value in ahead.scaled for stage in stages for value, _ in stage.operands):
+    stages = stages_of(region, graph, unit_tangent)
+    if unit_tangent is not None and any(value in unit_tangent.scaled for stage in stages for value, _ in stage.operands):
         raise NotChunkable("a later stage would scale again what an earlier one has scaled")
-    return [Part(stage, program_for(stage)) for stage in stages]
+    return [ChunkOp(stage, program_for(stage)) for stage in stages]
 
 
 def program_for(stage: Stage) -> ChunkedProgram:
-    """The program of a stage.
-
-    Args:
-        stage: The stage.
-
-    Raises:
-        NotChunkable: An op does not take slices.
-    """
+    """The program of a stage."""
     content = _content(stage)
-    if content not in _KEYS:
-        _KEYS[content] = assembled(stage, *pieces_of(stage)).key
-    return _PROGRAMS[_KEYS[content]]
+    if content not in _BY_CONTENT:
+        _BY_CONTENT[content] = _assembled(stage, *pieces_of(stage))
+    return _BY_CONTENT[content]
 
 
-_KEYS: dict[str, str] = {}
-"""Keys of programs by the content of their stages. Layers repeat, and tracing their pieces takes much longer than this."""
+_BY_CONTENT: dict[str, ChunkedProgram] = {}
+"""Programs by the content of their stages. Layers repeat, and tracing their pieces takes much longer than this."""
 
 
 def _content(stage: Stage) -> str:
@@ -236,10 +188,10 @@ def _content(stage: Stage) -> str:
         """A value of the stage by its number, and one of which only the shape counts by its layout."""
         return numbers[read] if read in numbers else str(_layouts(read.meta.get("val")) or read.name)
 
-    lines = [f"{stage.region.count} {stage.ahead is not None}"]
+    lines = [f"{stage.region.count} {stage.unit_tangent is not None}"]
     for value, placement in stage.operands:
         lines.append(f"{numbers.setdefault(value, f'%{len(numbers)}')} {placement} {Layout.of(tensor(value))}")
-    for op in stage.ops:
+    for op in stage.all_ops:
         args = fx.map_arg((op.args, op.kwargs), named)
         made = [None if value is None else numbers.setdefault(value, f"%{len(numbers)}") for value in outputs(op)]
         lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
@@ -247,17 +199,8 @@ def _content(stage: Stage) -> str:
     return "\n".join(lines)
 
 
-def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
-    """The program of a stage from its pieces.
-
-    Args:
-        stage: The stage.
-        pieces: Its pieces.
-        bodies: The graphs that they run, whose largest temporaries are given buffers.
-
-    Raises:
-        NotChunkable: A result is a view.
-    """
+def _assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
+    """The program of a stage from its pieces."""
     views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
     if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
@@ -274,14 +217,7 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
 
 
 def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
-    """The pieces of a stage, and the graphs that they run.
-
-    Args:
-        stage: The stage.
-
-    Raises:
-        NotChunkable: An op does not take slices.
-    """
+    """The pieces of a stage, and the graphs that they run."""
     count = stage.region.count
     operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
     result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
@@ -299,11 +235,9 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
-    if not isinstance(placement, Split):
-        return [()] * count
     found = slices_of(value, placement, count)
     assert found is not None
-    return [tuple(piece) for piece in found]
+    return found
 
 
 def _text(graph: fx.Graph) -> str:
@@ -329,21 +263,7 @@ def _summed(value: fx.Node) -> torch.Tensor:
 
 
 class PieceGraph:
-    """The ops of one piece as a graph module.
-
-    Attributes:
-        module: The module.
-        calls: Arguments and keyword arguments of each op of the stage, with nodes of the graph.
-
-    Args:
-        stage: The stage.
-        operands: How each operand is sliced.
-        results: How each result is sliced.
-        piece: Which piece; the first returns the first terms of sums.
-
-    Raises:
-        NotChunkable: An op does not take slices.
-    """
+    """The ops of one piece as a graph module; ``calls`` has the arguments of each op of the stage, with nodes of the graph."""
 
     def __init__(self, stage: Stage, operands: Sequence[Slices], results: Sequence[Slices], piece: int) -> None:
         self.stage, self.piece, self.first = stage, piece, piece == 0
@@ -351,7 +271,6 @@ class PieceGraph:
         self.made: dict[fx.Node, fx.Node] = {}
         self.calls: dict[fx.Node, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.mode = tensor(stage.region.seed).fake_mode  # type: ignore[attr-defined]
-        self.ops = set(stage.ops)
         with self.mode, torch.no_grad():
             self.given = {
                 operand: self._placeholder(sliced(tensor(operand[0]), slices))
@@ -366,20 +285,19 @@ class PieceGraph:
         self.module = self._module()
 
     def _module(self) -> fx.GraphModule:
-        for op in self.stage.ops:
+        for op in self.stage.all_ops:
             self._emit(op)
-        terms = [self._first_term(value) for value in self.sums] if self.first else []
-        for value, term in zip(self.sums, terms, strict=False):
-            if Layout.of(tensor(term)) != Layout.of(_summed(value)):
+        terms: list[fx.Node] = []
+        for value in self.sums if self.first else ():
+            total, term = _summed(value), self.made[value]
+            if tensor(term).dtype is not total.dtype:
+                term = self._call(aten._to_copy.default, (term,), {"dtype": total.dtype})
+            if Layout.of(tensor(term)) != Layout.of(total):
                 raise NotChunkable(f"the first term of {value.name} has another layout than the sum")
+            terms.append(term)
         self.graph.output(terms)
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
-
-    def _first_term(self, value: fx.Node) -> fx.Node:
-        dtype = _summed(value).dtype
-        made = self.made[value]
-        return made if tensor(made).dtype is dtype else self._call(aten._to_copy.default, (made,), {"dtype": dtype})
 
     def _placeholder(self, traced: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(f"slice_{len(self.graph.nodes)}")
@@ -409,19 +327,23 @@ class PieceGraph:
             return
         shapes = self._shapes(op, rule)
         target = _COPIES_IF_NEEDED.get(op.target, op.target)  # type: ignore[arg-type]
-        self.calls[op] = arguments_of_piece(op.target, rule, args, kwargs, shapes)  # type: ignore[arg-type]
+        self.calls[op] = arguments_of_piece(op.target, rule, args, shapes), kwargs  # type: ignore[arg-type]
         new = self._call(target, *self.calls[op])
         for i, value in enumerate(outputs(op)):
             if value is None:
                 continue
-            made = new if value is op else self._item(new, i)
+            made = new
+            if value is not op:
+                made = self.graph.call_function(operator.getitem, (new, i))
+                made.meta["val"] = new.meta["val"][i]
             self.made[value] = made
             if tuple(tensor(made).shape) != shapes[i]:
                 raise NotChunkable(f"{op.name} returns {tuple(tensor(made).shape)} on a slice, not {shapes[i]}")
             target = self.targets.get(value)
             if target is None:
                 continue
-            if value not in self.sums and value is op and self._can_write(new, target):
+            writes = value is op and value not in self.sums and out_variant(new.target) is not None
+            if writes and Layout.of(tensor(new)) == Layout.of(tensor(target)):
                 write_to(new, target)
                 self.made[value] = target
             else:
@@ -435,18 +357,15 @@ class PieceGraph:
         given = {"dtype": like.dtype, "device": like.device}
         return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
 
-    def _can_write(self, node: fx.Node, target: fx.Node) -> bool:
-        return out_variant(node.target) is not None and Layout.of(tensor(node)) == Layout.of(tensor(target))
-
     def _shapes(self, op: fx.Node, rule: Rule) -> list[tuple[int, ...] | None]:
-        """Shape of each output of an op for this piece."""
-        made = op.meta["val"]
-        shapes: list[tuple[int, ...] | None] = []
+        """Shape of each output of an op for this piece; None for what is no tensor."""
+        made, shapes = op.meta["val"], list[tuple[int, ...] | None]()
         for placement, whole in zip(rule.outputs, made if isinstance(made, (tuple, list)) else [made], strict=True):
             if isinstance(placement, Split):
-                shapes.append(shape_of_piece(whole.shape, cuts(whole.shape, placement, self.stage.region.count)[self.piece]))
-            else:
-                shapes.append(tuple(whole.shape) if isinstance(whole, torch.Tensor) else None)
+                slices = cuts(tuple(whole.shape), placement, self.stage.region.count)
+                assert slices is not None
+                whole = sliced(whole, slices[self.piece])
+            shapes.append(tuple(whole.shape) if isinstance(whole, torch.Tensor) else None)
         return shapes
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -456,8 +375,3 @@ class PieceGraph:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise NotChunkable(f"{target} does not take slices: {error}") from error
         return node
-
-    def _item(self, node: fx.Node, index: int) -> fx.Node:
-        item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta["val"] = node.meta["val"][index]
-        return item

@@ -5,50 +5,42 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from checkmate.torch.chunking.ahead import SCALE, Ahead
-from checkmate.torch.chunking.graph_values import ancestors, producer, tensor
-from checkmate.torch.chunking.program import CHUNKED, NotChunkable, Part
-from checkmate.torch.graph.op_properties import DESCRIPTION
-from checkmate.torch.graph.pieces import PIECES
-from checkmate.torch.graph.retrace import retraced
+from checkmate.torch.chunking.program import CHUNKED, ChunkOp, NotChunkable
+from checkmate.torch.chunking.unit_tangent import SCALE, UnitTangent
+from checkmate.torch.graph.op_properties import DESCRIPTION, PIECES
+from checkmate.torch.graph.traced import ancestors, producer, retraced, tensor
 
 aten = torch.ops.aten
 
+_Item: TypeAlias = fx.Node | ChunkOp
 
-def with_regions(joint: fx.GraphModule, parts: Sequence[Part]) -> fx.GraphModule:
-    """A joint module in which regions run piece by piece, one op for each of their stages.
 
-    Args:
-        joint: The joint module; it is not changed.
-        parts: All parts of regions of its graph that have no common ops.
+def with_regions(joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> fx.GraphModule:
+    """A new joint module in which regions without common ops run piece by piece, one op for each of their stages.
 
     Raises:
-        NotChunkable: Parts of regions wait for each other.
+        NotChunkable: Regions wait for each other.
     """
-    return _Writer(joint, parts).write()
+    return _Writer(joint, chunk_ops).write()
 
 
 class _Writer:
-    """Writes the module; the arguments are those of `with_regions`.
+    """Writes the module; ``env`` maps nodes of the joint graph to those of the new one."""
 
-    Attributes:
-        part_of: Result of a part -> the part.
-        env: Node of the joint graph -> its node in the new graph.
-    """
-
-    def __init__(self, joint: fx.GraphModule, parts: Sequence[Part]) -> None:
+    def __init__(self, joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> None:
         self.joint = joint
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.done: set[Part] = set()
-        self.part_of = {value: part for part in parts for value in part.stage.results}
-        self.begins = {part.stage.own[0]: part for part in parts}
-        self.inside = {op for part in parts for op in part.stage.region.rules}
+        self.done: set[ChunkOp] = set()
+        self.maker = {value: op for op in chunk_ops for value in op.stage.results}
+        self.begins = {op.stage.new_ops[0]: op for op in chunk_ops}
+        self.inside = {node for op in chunk_ops for node in op.stage.region.rules}
 
     def write(self) -> fx.GraphModule:
         for node in self.joint.graph.nodes:
@@ -62,55 +54,53 @@ class _Writer:
         self.graph.lint()
         return fx.GraphModule(self.joint, self.graph)
 
-    def _emit(self, wanted: fx.Node | Part) -> None:
-        """Emit a node or a part after all that it needs. A stack, because chains of needs are as long as the graph."""
+    def _emit(self, wanted: _Item) -> None:
+        """Emit a node or a chunk op after all that it needs. A stack, because chains of needs are as long as the graph."""
         stack = [wanted]
-        waiting: set[fx.Node | Part] = set()
+        waiting: set[_Item] = set()
         while stack:
             item = stack[-1]
             missing = [need for need in self._needs(item) if not self._is_done(need)]
             if not waiting.isdisjoint(missing):
-                # Each of two parts can read what the other makes, where their ops were between each other.
+                # Each of two chunk ops can read what the other makes, where their ops were between each other.
                 raise NotChunkable("regions wait for each other")
             if missing:
                 waiting.add(item)
                 stack += missing
                 continue
             stack.pop()
-            if not self._is_done(item):
+            if self._is_done(item):
+                continue
+            if isinstance(item, ChunkOp):
                 self._write(item)
+            else:
+                # A view of a region's tensor that an op outside reads is made again there, of what the region returns.
+                self.env[item] = self.graph.node_copy(item, self.env.__getitem__)
 
-    def _needs(self, item: fx.Node | Part) -> list[fx.Node | Part]:
-        if not isinstance(item, Part):
-            read = item.all_input_nodes
-        else:
+    def _needs(self, item: _Item) -> list[_Item]:
+        if isinstance(item, ChunkOp):
             read = [value for value, _ in item.stage.operands]
-            ahead = item.stage.ahead
-            if ahead is not None:  # the ops between are copied, and read the tangent of one
-                read = [n for n in (*read, *(i for node in ahead.between for i in node.all_input_nodes)) if n not in ahead.inner]
-        return [self.part_of.get(value, value) for value in read]
-
-    def _is_done(self, item: fx.Node | Part) -> bool:
-        return item in self.done if isinstance(item, Part) else item in self.env
-
-    def _write(self, item: fx.Node | Part) -> None:
-        if isinstance(item, Part):
-            self._write_part(item)
+            unit = item.stage.unit_tangent
+            if unit is not None:  # the ops between are copied, and read the tangent of one
+                read = [n for n in (*read, *(i for node in unit.between for i in node.all_input_nodes)) if n not in unit.inner]
         else:
-            # A view of a region's tensor that an op outside reads is made again outside, of the tensor that the region returns.
-            self.env[item] = self.graph.node_copy(item, self.env.__getitem__)
+            read = item.all_input_nodes
+        return [self.maker.get(value, value) for value in read]
 
-    def _write_part(self, part: Part) -> None:
-        self.done.add(part)
-        stage, program, ahead = part.stage, part.program, part.stage.ahead
-        env = self.env if ahead is None else {**self.env, **self._with_tangent_of_one(ahead)}
+    def _is_done(self, item: _Item) -> bool:
+        return item in self.done if isinstance(item, ChunkOp) else item in self.env
+
+    def _write(self, op: ChunkOp) -> None:
+        self.done.add(op)
+        stage, program, unit = op.stage, op.program, op.stage.unit_tangent
+        env = self.env if unit is None else {**self.env, **self._with_tangent_of_one(unit)}
         operands = [env[value] for value, _ in stage.operands]
-        like = stage.own[0].meta
+        like = stage.new_ops[0].meta
         name = re.sub(r"\W+", "_", stage.description)  # messages, explanations and reports call ops by their names
         node = self.graph.create_node("call_function", CHUNKED, (operands, program.key), name=name)
         returned = [stage.returned(value) for value in stage.results]
         node.meta = {**like, "val": returned, DESCRIPTION: stage.description, PIECES: program.runs}
-        if ahead is not None:
+        if unit is not None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
             for read in ancestors([node]):  # none of which depends on a tangent
                 if "backward" in str(read.meta.get("partitioner_tag", "")):
@@ -118,17 +108,17 @@ class _Writer:
         for i, value in enumerate(stage.results):
             item = self.graph.call_function(operator.getitem, (node, i))
             item.meta = {**like, "val": returned[i]}
-            if ahead is not None and value in ahead.scaled:
-                item = self.graph.call_function(SCALE, (item, self.env[ahead.tangent]))
+            if unit is not None and value in unit.scaled:
+                item = self.graph.call_function(SCALE, (item, self.env[unit.tangent]))
                 item.meta = {**producer(value).meta, "val": returned[i]}
             self.env[value] = item
 
-    def _with_tangent_of_one(self, ahead: Ahead) -> dict[fx.Node, fx.Node]:
+    def _with_tangent_of_one(self, unit: UnitTangent) -> dict[fx.Node, fx.Node]:
         """Copies of the ops between a tangent and a region, by original, with a tangent of one."""
-        like = tensor(ahead.tangent)
+        like = tensor(unit.tangent)
         made = {"dtype": like.dtype, "device": like.device}
-        copies = {ahead.tangent: self.graph.call_function(aten.full.default, (list(like.shape), 1), made)}
-        for node in ahead.between:
+        copies = {unit.tangent: self.graph.call_function(aten.full.default, (list(like.shape), 1), made)}
+        for node in unit.between:
             copies[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else self.env[n])
         for node, copy in copies.items():
             copy.meta = {**node.meta, "val": retraced(copy, like.fake_mode)}  # type: ignore[attr-defined]

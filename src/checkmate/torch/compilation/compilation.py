@@ -26,8 +26,7 @@ from checkmate.solvers.solve import unit_question
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
-from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
-from checkmate.torch.chunking.variants import ChunkableStep, Chunks
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.compilation.torch_errors import NO_GRADIENT, NO_GRADIENT_HINT
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
@@ -35,9 +34,8 @@ from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
-from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.capture import Capture, Costs, part_of, reads_of_overwritable
 from checkmate.torch.joint.hidden_state import mark_hidden_state
-from checkmate.torch.joint.part import part_of, reads_of_overwritable
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.estimates import estimated_costs
@@ -46,7 +44,7 @@ from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task
-from checkmate.torch.passes.accumulation import accumulated_inputs
+from checkmate.torch.passes.gradients import accumulated_inputs
 from checkmate.torch.steps.coordinator import COORDINATOR
 from checkmate.torch.steps.program import GraphInterface, PlannedGraph, Program, Share, weakly
 

@@ -7,7 +7,6 @@ is installed with PyTorch, and a test compares them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,72 +55,38 @@ def cuda_autocast_rules() -> Iterator[None]:
 
 
 def cast_if_autocast(device_type: str, tensors: Any) -> Any:
-    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        tensors: Any nesting of tensors and other values.
-    """
+    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does."""
     on = torch.is_autocast_enabled(device_type)
     return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
 
 
 def _kernel(name: str) -> Callable[..., Any]:
+    """An op by CUDA's rule for it: the first of the lists above that names it, and float32 if none does."""
     packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    rule = next((rule for names, rule in _RULES if name in names), _cast_to_float32)
 
-    @functools.wraps(rule)
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        half, dtype = torch.get_autocast_dtype("cpu"), torch.float32
         with autocast_off():
-            return rule(op, *args, **kwargs)
+            if name in BANNED:
+                raise RuntimeError(
+                    f"{op} is unsafe under autocast and raises on a CUDA device: replace it and the sigmoid before it by "
+                    "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+                )
+            if name in FP32_APPEND_DTYPE:
+                return op(*args, **kwargs, dtype=dtype if _eligible(args[0]) else args[0].dtype)
+            if name in FP32_SET_OPT_DTYPE:
+                position = [a.name for a in op._schema.arguments].index("dtype")
+                if _eligible(args[0]) and kwargs.get("dtype") is None and len(args) <= position:
+                    kwargs["dtype"] = dtype
+                return op(*args, **kwargs)
+            widens = any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t))
+            if name in LOWER_PRECISION_FP or (name in PROMOTE and not widens):
+                dtype = half
+            args, kwargs = cast((args, kwargs), dtype)
+            return op(*args, **kwargs)
 
     return kernel
-
-
-def _cast_to_half(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-    return op(*args, **kwargs)
-
-
-def _cast_to_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs), torch.float32)
-    return op(*args, **kwargs)
-
-
-def _cast_to_widest(op: Any, *args: Any, **kwargs: Any) -> Any:
-    half = torch.get_autocast_dtype("cpu")
-    widest = torch.float32 if any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t)) else half
-    args, kwargs = cast((args, kwargs), widest)
-    return op(*args, **kwargs)
-
-
-def _return_float32(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    names = [a.name for a in op._schema.arguments]
-    dtype_is_given = kwargs.get("dtype") is not None or len(args) >= names.index("dtype")  # as keyword or by position
-    if _eligible(first) and not dtype_is_given:
-        kwargs["dtype"] = torch.float32
-    return op(first, *args, **kwargs)
-
-
-def _append_dtype(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return op(first, *args, **kwargs, dtype=torch.float32 if _eligible(first) else first.dtype)
-
-
-def _refuse(op: Any, *_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        f"{op} is unsafe under autocast and raises on a CUDA device: replace it and the sigmoid before it by "
-        "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
-    )
-
-
-_RULES = (
-    (LOWER_PRECISION_FP, _cast_to_half),
-    (PROMOTE, _cast_to_widest),
-    (FP32_SET_OPT_DTYPE, _return_float32),
-    (FP32_APPEND_DTYPE, _append_dtype),
-    (BANNED, _refuse),
-)
 
 
 def _eligible(value: Any) -> bool:
@@ -130,10 +95,5 @@ def _eligible(value: Any) -> bool:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors among values, except those in double precision.
-
-    Args:
-        values: Any nesting of tensors and other values.
-        dtype: The type to cast to.
-    """
+    """Cast the floating-point tensors among values, except those in double precision."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _eligible(t) and t.dtype != dtype else t, values)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.cost.store import OpCost
-from checkmate.torch._compat.dispatch import FakeTensor, autocast_enter, fake_tensor_on
+from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode, autocast_enter, fake_tensor_on
 from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_workspace_bytes
-from checkmate.torch.graph.pieces import PIECES
+from checkmate.torch.graph.op_properties import PIECES
 from checkmate.torch.measure.estimates import estimate_ns, pieces_workspace_bytes
 
 aten = torch.ops.aten
@@ -34,25 +36,16 @@ _CUDA = torch.device("cuda")
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """A device that a step is planned for, described by its profile.
-
-    Attributes:
-        device: The device profile.
-        cpu_costs: Measures costs on this machine's CPU. Its workspaces are used where the device is a CPU as well.
-        unknown_workspace: Op to the number of nodes whose workspace is decided only at run time; counted by `costs`.
-        cpu_only: Op to the number of nodes that a CUDA device replaces by other ops; counted by `costs`.
-    """
+    """A device that a step is planned for, described by its profile."""
 
     device: Device
-    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
+    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]  # whose workspaces are used where the device is a CPU as well
+    # Counted by `costs`: nodes by op whose workspace is decided only at run time, and that a CUDA device replaces by other ops.
     unknown_workspace: Counter[str] = field(default_factory=Counter)
     cpu_only: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
         """Replace ops in a Dynamo graph, in place, where the device's op saves other tensors than the CPU's.
-
-        Args:
-            gm: The graph, before AOTAutograd.
 
         Raises:
             OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing where it is traced.
@@ -61,20 +54,14 @@ class EmulatedDevice:
             return
         _refuse_autocast_by_name(gm.graph)
         attention = attention_for(self.device)
-        for node in gm.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
-                node.target = attention
+        for node in gm.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+            node.target = attention
 
     def relabel(self, graph: fx.Graph) -> None:
         """Move every fake tensor of a graph to the device, in place, so that sizes are rounded as its allocator does.
 
         The tensors keep their storages, and with them all aliasing. Devices among the arguments of ops follow, so that an op can
         be traced again on slices of its tensors.
-
-        Args:
-            graph: A joint graph.
         """
         if self.device.kind != "cuda":
             return
@@ -129,3 +116,45 @@ def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor
         # The original is kept alive, so that its id is not reused.
         moved[id(tensor)] = (tensor, fake_tensor_on(tensor, _CUDA))
     return moved[id(tensor)][1]
+
+
+@contextmanager
+def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
+    """Replace tensors on the meta device, or of several fake modes, by fake CPU tensors of one mode while a step is traced.
+
+    Meta tensors dispatch to other kernels than CPU tensors, so that the graph would be another; tensors of several fake modes
+    cannot be traced together. Where neither occurs, nothing is replaced. Yields the batch; tensors of the modules and optimizers
+    among the owners are replaced in place and restored on leaving.
+    """
+    modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
+    groups = [g for owner in owners if isinstance(owner, torch.optim.Optimizer) for g in owner.param_groups]
+    held = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    tensors = [*held, *(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))]
+    modes = {id(t.fake_mode) if isinstance(t, FakeTensor) else None for t in tensors}
+    if len(modes) == 1 and not any(t.device.type == "meta" for t in tensors):
+        yield example
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # equal objects map to one fake tensor: tied weights stay tied
+
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            device = "cpu" if tensor.device.type == "meta" else tensor.device
+            with mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake.requires_grad_()
+            made[id(tensor)] = (tensor, fake)
+        return made[id(tensor)][1]
+
+    with ExitStack() as restored:
+        stores: list[dict[str, Any]] = [store for m in modules for store in (m._parameters, m._buffers)]  # type: ignore[misc]
+        for store in stores:
+            restored.callback(store.update, dict(store))
+            store.update({name: None if t is None else faked(t) for name, t in store.items()})
+        for group in groups:
+            restored.callback(group.update, params=group["params"])
+            group["params"] = [faked(p) for p in group["params"]]
+        yield pytree.tree_map_only(torch.Tensor, faked, example)

@@ -51,14 +51,9 @@ _MOST_SPLITS = 200
 
 
 def modelled_workspace_bytes(node: fx.Node) -> int | None:
-    """Bytes of workspace of an op on a CUDA device.
+    """Bytes of workspace of an op on a CUDA device; None where it is decided at run time.
 
-    Args:
-        node: The op.
-
-    Returns:
-        Bytes, or None where it is decided at run time. Matrix products count as 0: the workspace of cuBLAS is allocated once
-        and resident (``blas_workspace_bytes`` of the device profile).
+    Matrix products count as 0: the workspace of cuBLAS is allocated once and resident (``blas_workspace_bytes`` of the profile).
     """
     target = node.target
     if target is aten._scaled_dot_product_flash_attention_backward.default:

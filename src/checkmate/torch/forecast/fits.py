@@ -23,7 +23,7 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.chunking.choose import InPieces
+from checkmate.torch.chunking.choose import ChunkedStep
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import SizeSearch
@@ -138,7 +138,7 @@ class _Forecast:
     target: EmulatedDevice
     room: _Room
     step: TracedStep
-    least: InPieces[Capture]  # the step with the smallest peak
+    least: ChunkedStep[Capture]  # the step with the smallest peak
     remarks: list[str] = field(default_factory=list[str])
 
     def report(self, began: float, sequence_dim: int | None) -> Fits:
@@ -150,7 +150,7 @@ class _Forecast:
         verdict, graph, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
         search = {"tracer": tracer, "step": step, "available_bytes": room.available_bytes, "remarks": self.remarks}
-        kinds = self.least.kinds
+        kinds = self.least.groups
         longest = None if sequence_dim is None else SizeSearch(**search, kinds=kinds, name="sequence", dim=sequence_dim).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
@@ -205,7 +205,7 @@ class _Forecast:
         if max(lowest, step.update_bytes) > available:
             return "does not fit", graph, None
         limit_s = self.tracer.share_s(0.5)  # this is the main result
-        if self.least.kinds:
+        if self.least.groups:
             found = best_in_pieces(step, self.least, smallest, available, limit_s)
             if found is not None:
                 self.remarks += found[1].remarks

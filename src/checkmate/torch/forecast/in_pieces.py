@@ -13,31 +13,38 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.solvers.solve import solve
-from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.choose import InPieces, choose_chunks, with_pieces, with_smallest_peak
-from checkmate.torch.chunking.graph_values import outputs, producer
-from checkmate.torch.chunking.kinds import Kind
-from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
+from checkmate.torch.chunking.choose import (
+    ChunkableStep,
+    ChunkedStep,
+    Chunks,
+    choose_chunks,
+    cuttable,
+    with_pieces,
+    with_smallest_peak,
+)
+from checkmate.torch.chunking.program import ChunkOp, NotChunkable, chunk_ops_of
+from checkmate.torch.chunking.region_groups import RegionGroup
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
-from checkmate.torch.chunking.variants import ChunkableStep, Chunks, cuttable
+from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.forecast.tracer import TracedStep
+from checkmate.torch.graph.traced import outputs, producer
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Chunking
 
 _ANY = Chunks(exact=False)
 
 
-def least_peak(step: TracedStep, chunking: Chunking) -> InPieces[Capture]:
+def least_peak(step: TracedStep, chunking: Chunking) -> ChunkedStep[Capture]:
     """A step with the regions piece by piece that make its smallest peak lower; with ``"off"`` there are none."""
-    return InPieces(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
+    return ChunkedStep(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
 
 
 def best_in_pieces(
-    step: TracedStep, least: InPieces[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
+    step: TracedStep, least: ChunkedStep[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
 ) -> tuple[Graph, Result] | None:
     """The cheapest plan found within a budget, with the graph that it is for; None if none was found.
 
@@ -56,36 +63,36 @@ def best_in_pieces(
     if smallest.peak_bytes > budget_bytes:
         return None
     graph = least.captured.graph
-    return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.kinds)
+    return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.groups)
 
 
-def why_in_pieces(why: str, kinds: Sequence[Kind]) -> str:
+def why_in_pieces(why: str, kinds: Sequence[RegionGroup]) -> str:
     """The reason for a bound that holds for plans with some regions piece by piece."""
     return ", ".join([why, *(f"with {kind.place} in pieces" for kind in kinds)])
 
 
-def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[Kind]) -> InPieces[Capture]:
+def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[RegionGroup]) -> ChunkedStep[Capture]:
     """A step with the regions of another trace piece by piece, in as many pieces.
 
     Sizes decide which regions are found in a trace. Those of one trace are therefore grown again from tensors of the same names.
     A `GraphError` tells that at these sizes a region has other ops, or cannot run in as many pieces.
     """
     if not kinds:
-        return InPieces(step.whole, ())
+        return ChunkedStep(step.whole, ())
     (whole,) = step.joints
     joint = cuttable(whole)
     nodes = {node.name: node for node in joint.graph.nodes}
     found = tuple(_same_kind(kind, joint.graph, nodes) for kind in kinds)
     try:
-        return InPieces(step.captured([with_regions(joint, [part for kind in found for part in kind.parts])]), found)
+        return ChunkedStep(step.captured([with_regions(joint, [part for kind in found for part in kind.chunk_ops])]), found)
     except NotChunkable as error:
         raise _differs(str(error)) from error
 
 
-def _same_kind(kind: Kind, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Kind:
-    early = any(part.stage.ahead is not None for part in kind.parts)
+def _same_kind(kind: RegionGroup, graph: fx.Graph, nodes: dict[str, fx.Node]) -> RegionGroup:
+    early = any(part.stage.unit_tangent is not None for part in kind.chunk_ops)
     regions = tuple(_grown(region, graph, nodes) for region in kind.regions)
-    return replace(kind, regions=regions, parts=tuple(part for region in regions for part in _parts(region, graph, early)))
+    return replace(kind, regions=regions, chunk_ops=tuple(part for region in regions for part in _parts(region, graph, early)))
 
 
 def _grown(region: Region, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Region:
@@ -112,12 +119,12 @@ def _splits(region: Region, seed: fx.Node) -> list[Split]:
     return list(dict.fromkeys([region.splits[region.seed], *(p for p in placements if isinstance(p, Split))]))
 
 
-def _parts(region: Region, graph: fx.Graph, early: bool) -> list[Part]:
-    ahead = ahead_of(region, graph) if early else None
+def _parts(region: Region, graph: fx.Graph, early: bool) -> list[ChunkOp]:
+    ahead = unit_tangent_of(region, graph) if early else None
     if early and ahead is None:
         raise _differs(f"the gradients of {region.seed.name} cannot be computed ahead of the backward")
     try:
-        return parts_of(region, graph, ahead)
+        return chunk_ops_of(region, graph, ahead)
     except NotChunkable as error:
         raise _differs(str(error)) from error
 

@@ -119,7 +119,7 @@ def largest_batch(
     with progress.shown("looking for the largest batch"):
         step = tracer.traced()
         _check_update(step, budget_bytes)
-        kinds = least_peak(step, chunking).kinds
+        kinds = least_peak(step, chunking).groups
         search = {"tracer": tracer, "step": step, "available_bytes": budget_bytes, "kinds": kinds, "max_overhead": max_overhead}
         return _largest(SizeSearch(**search), sequence_dim, began)
 

@@ -17,8 +17,8 @@ from checkmate.core.simulate import simulate
 from checkmate.frontend.planner import result_of_order
 from checkmate.studies.affine import AffineGraph, check_same_structure
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
-from checkmate.torch.chunking.choose import InPieces, with_pieces
-from checkmate.torch.chunking.kinds import Kind
+from checkmate.torch.chunking.choose import ChunkedStep, with_pieces
+from checkmate.torch.chunking.region_groups import RegionGroup
 from checkmate.torch.forecast.in_pieces import why_in_pieces, with_same_regions
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
@@ -41,7 +41,7 @@ class SizeSearch:
     tracer: DeviceTracer
     step: TracedStep  # at the size of the example
     available_bytes: int
-    kinds: Sequence[Kind] = ()  # the regions that run piece by piece
+    kinds: Sequence[RegionGroup] = ()  # the regions that run piece by piece
     name: Literal["batch", "sequence"] = "batch"
     dim: int = 0
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD  # of the step in which nothing runs piece by piece
@@ -109,7 +109,7 @@ class SizeSearch:
             _check_like_others(graph, curve(size), size)
             peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
             if peak <= self.available_bytes:
-                return _with_plan(replace(found, batch=size), graph, self._whole(size), pieces.kinds)
+                return _with_plan(replace(found, batch=size), graph, self._whole(size), pieces.groups)
             size = size * self.available_bytes // peak
             if peak > 1.02 * self.available_bytes or size < 1:
                 break
@@ -147,13 +147,13 @@ class SizeSearch:
             self._steps[size] = self.tracer.traced(self.dim, size)
         return self._steps[size].graph
 
-    def _in_pieces(self, size: int) -> InPieces[Capture]:
+    def _in_pieces(self, size: int) -> ChunkedStep[Capture]:
         """The step at a size, with the regions piece by piece."""
         self._whole(size)
         return with_same_regions(self._steps[size].captured, self.kinds)
 
 
-def _with_plan(found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[Kind]) -> MaxBatch:
+def _with_plan(found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[RegionGroup]) -> MaxBatch:
     """The same size, with its plan on a graph at that size."""
     result = with_pieces(result_of_order(graph, found.plan.order), whole, kinds)
     return replace(found, plan=result.plan, result=result, why=why_in_pieces(found.why, kinds))
@@ -169,7 +169,7 @@ def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
         ) from error
 
 
-def _whole_sequences(batch: int, kinds: Sequence[Kind]) -> int:
+def _whole_sequences(batch: int, kinds: Sequence[RegionGroup]) -> int:
     """The largest batch up to this one of which each piece is some sequences or an equal part of one."""
     count = max(region.count for kind in kinds for region in kind.regions)
     return batch - batch % (count if batch >= count else 1 << (batch.bit_length() - 1))

@@ -17,9 +17,8 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.torch._compat.dispatch import FakeTensorMode
-from checkmate.torch.chunking.variants import ChunkableStep
-from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.emulate.fake_inputs import fake_inputs
+from checkmate.torch.chunking.choose import ChunkableStep
+from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.device_memory import state_bytes, state_is_known, step_temporary_bytes

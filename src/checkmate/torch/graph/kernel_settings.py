@@ -15,11 +15,7 @@ from checkmate.cost.processor import library_variables, processor
 
 
 def kernel_settings(device: torch.device) -> str:
-    """All on which it depends which kernel runs on a device, as text.
-
-    Args:
-        device: The device.
-    """
+    """All on which it depends which kernel runs on a device, as text."""
     settings = _cuda_settings(device) if device.type == "cuda" else _cpu_settings() if device.type == "cpu" else []
     found = (
         device.type,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +27,6 @@ BATCH_NORM = aten._native_batch_norm_legit_functional.default
 BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
 """BatchNorm without running statistics; its outputs 0 to 2 are bitwise those of `BATCH_NORM`."""
 
-_IGNORED_IN_TRAINING = {aten.native_batch_norm_backward.default: ((3, 4), 7)}
-"""Op to (positions of arguments that it ignores in training, position of its ``train`` flag).
-
-Keeping the running statistics alive for an op that ignores them would hold buffers that the forward has already updated.
-"""
-
 PURE = ("aten", "prims", "checkmate")
 """Namespaces whose schemas are complete: their ops have no effect besides the arguments marked as written."""
 
@@ -41,22 +36,13 @@ _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProperties:
-    """Properties of an op in a graph.
+    """Properties of an op in a graph."""
 
-    Attributes:
-        random: It draws from a random generator, so that a recomputation must replay the generator's state.
-        mutates: Positions of the arguments that it overwrites.
-        effect: It has a side effect: a mutation, a collective, a print.
-        sequenced: It keeps its order relative to every other sequenced op, because its side effect is not only on the
-            arguments that it overwrites.
-        pinned: It must run exactly once.
-    """
-
-    random: bool
-    mutates: tuple[int, ...]
-    effect: bool
-    sequenced: bool
-    pinned: bool
+    random: bool = False  # it draws from a random generator, so that a recomputation must replay the generator's state
+    mutates: tuple[int, ...] = ()  # positions of the arguments that it overwrites
+    effect: bool = False  # a side effect: a mutation, a collective, a print
+    sequenced: bool = False  # its side effect is not only on what it overwrites: it keeps its order relative to all sequenced ops
+    pinned: bool = False  # it must run exactly once
 
 
 def op_properties(node: torch.fx.Node) -> OpProperties:
@@ -64,23 +50,22 @@ def op_properties(node: torch.fx.Node) -> OpProperties:
     target = node.target
     must_save = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if target is run_and_save_rng_state:
-        return OpProperties(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
+        return OpProperties(random=True, pinned=True)
     if isinstance(target, HigherOrderOperator):
         inside = [op_properties(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
         effect = "effects" in target.name() or any(f.effect for f in inside)
         # A random op in its body cannot be replayed: no op saves the generator's state for a whole body.
         random = any(f.random for f in inside)
-        return OpProperties(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
+        return OpProperties(random=random, effect=effect, sequenced=effect, pinned=effect or random or must_save)
     if not isinstance(target, OpOverload):
-        return OpProperties(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
-    tagged = torch.Tag.nondeterministic_seeded in target.tags
+        return OpProperties(pinned=must_save)
+    tagged = tagged_random(node)
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
     # Attention kernels have the tag even where dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
     # would pin every attention output, the largest values of a transformer.
-    random = tagged and _dropout_p(node) != 0.0
     hidden: Hidden | None = node.meta.get(HIDDEN)
-    random |= hidden == "random"
+    random = (tagged and _dropout_p(node) != 0.0) or hidden == "random"
     effect = bool(mutates) or collective or hidden == "state" or (not tagged and node.is_impure())
     seeds = any(str(target).endswith(name) for name in _SEEDS)
     return OpProperties(
@@ -101,22 +86,33 @@ def op_names(node: torch.fx.Node) -> tuple[str, ...]:
 
 def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Input nodes whose values an op uses, without duplicates."""
-    skip = unused_arguments(node)
-    if not skip:
+    return _inputs_without(node, unused_arguments(node))
+
+
+def content_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Input nodes whose content decides on the results of an op that are gradients or lead to some.
+
+    A BatchNorm in training reads its running statistics only to update them.
+    """
+    return _inputs_without(node, (3, 4) if trains_batch_norm(node) else ())
+
+
+def _inputs_without(node: torch.fx.Node, positions: tuple[int, ...]) -> list[torch.fx.Node]:
+    if not positions:
         return node.all_input_nodes
-    used = [a for i, a in enumerate(node.args) if i not in skip]
     found: dict[torch.fx.Node, None] = {}
-    torch.fx.map_arg((used, dict(node.kwargs)), lambda n: found.setdefault(n))
+    torch.fx.map_arg(([a for i, a in enumerate(node.args) if i not in positions], dict(node.kwargs)), found.setdefault)
     return list(found)
 
 
 def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
-    """Positions of arguments that an op ignores, so that None can be passed instead."""
-    known = _IGNORED_IN_TRAINING.get(node.target)  # type: ignore[arg-type]
-    if known is None:
-        return ()
-    positions, train = known
-    return positions if len(node.args) > train and node.args[train] is True else ()
+    """Positions of arguments that an op ignores, so that None can be passed instead.
+
+    The backward of a BatchNorm in training ignores the running statistics. To keep them alive for it would hold buffers that the
+    forward has already updated.
+    """
+    ignores = node.target is aten.native_batch_norm_backward.default and node.args[7:8] == (True,)
+    return (3, 4) if ignores else ()
 
 
 def makes_views(node: torch.fx.Node) -> bool:
@@ -149,11 +145,7 @@ def is_collective(node: torch.fx.Node) -> bool:
 
 
 def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
-    """The op of a node that draws random numbers, and how it treats the generator's state.
-
-    Returns:
-        The op and ``"plain"``, ``"save"`` or ``"replay"``; None for a node that is not random.
-    """
+    """The op of a node that draws random numbers, and how it treats the generator's state: "plain", "save" or "replay"."""
     if node.op != "call_function":
         return None
     if node.target is run_and_save_rng_state:
@@ -161,18 +153,6 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
     if node.target is run_with_rng_state:
         return node.args[1], "replay"  # type: ignore[return-value]
     return (node.target, "plain") if isinstance(node.target, OpOverload) and op_properties(node).random else None
-
-
-def content_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Input nodes whose content decides on the results of an op that are gradients or lead to some.
-
-    A BatchNorm in training reads its running statistics only to update them.
-    """
-    if not trains_batch_norm(node):
-        return node.all_input_nodes
-    found: dict[torch.fx.Node, None] = {}
-    torch.fx.map_arg([a for i, a in enumerate(node.args) if i not in (3, 4)], lambda n: found.setdefault(n))
-    return list(found)
 
 
 def tagged_random(node: torch.fx.Node) -> bool:
@@ -204,6 +184,34 @@ def _device(node: torch.fx.Node) -> object:
     return node.kwargs.get("device")
 
 
+Mutators = Mapping[int, Sequence[int]]
+"""Storage key to the indices of the ops that overwrite it, ascending."""
+
+
+def mutators(ops: Iterable[tuple[int, torch.fx.Node, OpProperties]]) -> Mutators:
+    """The storages that ops overwrite in place, from index, node and properties of each op, ascending by index."""
+    found: dict[int, list[int]] = {}
+    for o, node, properties in ops:
+        for position in properties.mutates:
+            target = node.args[position] if position < len(node.args) else None
+            for written in target if isinstance(target, (list, tuple)) else (target,):
+                if isinstance(written, torch.fx.Node):
+                    for tensor in leaves(written.meta.get("val")):
+                        found.setdefault(storage_key(tensor), []).append(o)
+    return found
+
+
+def overwriters(node: torch.fx.Node, known: Mutators) -> Iterator[int]:
+    """Indices of ops that overwrite a storage that a node reads; before the node or after it.
+
+    The order of the original program must be kept between them and the node: a node that ran on the other side of an
+    overwriter would read other numbers.
+    """
+    for read in used_inputs(node):
+        for tensor in leaves(read.meta.get("val")):
+            yield from known.get(storage_key(tensor), ())
+
+
 Hidden = Literal["random", "state"]
 """Dependence of an op's results on more than its inputs, which its schema does not say."""
 
@@ -218,3 +226,21 @@ UNDEFINED = "checkmate_undefined"
 
 DESCRIPTION = "checkmate_description"
 """Key in a node's metadata: what an op of ours does, for people, where its name does not say it."""
+
+PIECES = "checkmate_pieces"
+"""Key in a node's metadata: its `Pieces`, where it runs piece by piece."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pieces:
+    """The graphs that an op runs one after the other: its time and memory are measured by piece, or estimated from these.
+
+    The inputs of a graph are slices of operands and results, sums so far, and buffers, which have no traced tensor. The first one
+    returns the first terms of the sums.
+    """
+
+    graphs: tuple[torch.fx.Graph, ...]  # of each piece; equal pieces have the same one
+    buffers_bytes: tuple[int, ...]  # of each piece; they are kept for the next one
+    sums: tuple[bool, ...]  # whether each result is a sum over the pieces, and not assembled from slices
+    # Runs them on whole operands: yields None after each piece, and the results at last.
+    run: Callable[[Sequence[torch.Tensor]], Iterator[list[torch.Tensor] | None]]

@@ -54,20 +54,11 @@ _NOT_COST = ("params", "lr", "initial_lr")
 
 
 class Updates:
-    """An optimizer's step split into one update per parameter.
-
-    Args:
-        optimizer: One for which `unsupported_reason` returns None.
-
-    Attributes:
-        optimizer: As given.
-        key: A number that identifies it in graphs.
-        step: Its ``step``, without hooks and profiling: a function of an optimizer.
-    """
+    """An optimizer's step split into one update per parameter; ``which`` is an index into `parameters`."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.key = next(_KEYS)
+        self.key = next(_KEYS)  # identifies it in graphs
         self._at = [
             (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.requires_grad
         ]
@@ -83,21 +74,12 @@ class Updates:
         return [self.parameter(which) for which in range(len(self._at))]
 
     def parameter(self, which: int) -> torch.Tensor:
-        """A parameter.
-
-        Args:
-            which: Index into `parameters`.
-        """
+        """A parameter."""
         g, i = self._at[which]
         return self.optimizer.param_groups[g]["params"][i]
 
     def run(self, which: int, gradient: torch.Tensor) -> None:
-        """Update one parameter: run the optimizer's step with all other parameters removed from its groups.
-
-        Args:
-            which: Index into `parameters`.
-            gradient: The parameter's gradient.
-        """
+        """Update one parameter: run the optimizer's step with all other parameters removed from its groups."""
         g, i = self._at[which]
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         group, parameters = groups[g], groups[g]["params"]
@@ -111,15 +93,7 @@ class Updates:
             parameter.grad = None
 
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace.
-
-        Args:
-            which: Index into `parameters`.
-            parameter: The tensor to update in place of the parameter.
-
-        Returns:
-            A function of (ignored, gradient), with the argument order of ``checkmate::update``.
-        """
+        """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
         group = self.group(which)
         shadow = copy.copy(self.optimizer)
         dummy = torch.nn.Parameter(parameter)
@@ -134,49 +108,26 @@ class Updates:
         return update
 
     def group_index(self, which: int) -> int:
-        """Index of the group of a parameter.
-
-        Args:
-            which: Index into `parameters`.
-        """
+        """Index of the group of a parameter."""
         return self._at[which][0]
 
     def group(self, which: int) -> dict[str, Any]:
-        """The group of a parameter.
-
-        Args:
-            which: Index into `parameters`.
-        """
+        """The group of a parameter."""
         return self.optimizer.param_groups[self.group_index(which)]
 
     def constant_options(self, group_index: int) -> dict[str, Any]:
-        """Options of a group besides its learning rate and its parameters.
-
-        Args:
-            group_index: Which group.
-        """
+        """Options of a group besides its learning rate and its parameters."""
         return {k: v for k, v in self.optimizer.param_groups[group_index].items() if k not in _NOT_COST}
 
     def state(self, which: int) -> dict[str, Any]:
-        """The state of a parameter; it is created if there is none yet, as the optimizer's first step would.
-
-        Args:
-            which: Index into `parameters`.
-        """
+        """The state of a parameter; it is created if there is none yet, as the optimizer's first step would."""
         parameter = self.parameter(which)
-        known = self.optimizer.state.get(parameter)
-        return known if known else _initialise(self.optimizer, self.group(which), parameter)
+        return self.optimizer.state.get(parameter) or _initialise(self.optimizer, self.group(which), parameter)
 
     def state_specification(self, which: int) -> dict[str, torch.Tensor]:
-        """Tensors like the state of a parameter, whether or not it exists; they may be on the meta device.
-
-        Args:
-            which: Index into `parameters`.
-        """
+        """Tensors like the state of a parameter, whether or not it exists; they may be on the meta device."""
         parameter = self.parameter(which)
-        known = self.optimizer.state.get(parameter)
-        if not known:
-            known = initial_state(self.optimizer, self.group(which), parameter)
+        known = self.optimizer.state.get(parameter) or initial_state(self.optimizer, self.group(which), parameter)
         return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
 
     def temporary_count(self, which: int) -> int | None:
@@ -189,13 +140,7 @@ class Updates:
 
 
 def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer's first step would create for a parameter; the optimizer is left alone.
-
-    Args:
-        optimizer: One that updates each parameter separately; see `updates_parameters_separately`.
-        group: The group of the parameter.
-        parameter: A tensor like the parameter; it may be on the meta device.
-    """
+    """The state that an optimizer's first step would create for a parameter; the optimizer is left alone."""
     shadow = copy.copy(optimizer)
     shadow.state = defaultdict(dict)
     if parameter.is_meta and group.get("fused"):  # it would refuse the device; its step counter is on the parameter's
@@ -248,12 +193,7 @@ def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
 
 
 def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why an optimizer's step cannot be split into one update per parameter, or None if it can.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model whose step is planned.
-    """
+    """Why an optimizer's step cannot be split into one update per parameter, or None if it can."""
     name = type(optimizer).__name__
     if not updates_parameters_separately(optimizer):
         return f"{name} is not among the optimizers known to update each parameter independently of the others"
@@ -265,27 +205,18 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
     others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if others:
         return f"{name} does not update {others[0]!r}, whose gradient must therefore be kept"
-    hooked = [n for n, p in model.named_parameters() if has_gradient_hook(p)]
-    if hooked:
+    if hooked := [n for n, p in model.named_parameters() if has_gradient_hook(p)]:
         return f"{hooked[0]!r} has a hook that is called with its gradient"
     return None
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Whether a hook is called with the gradient of a parameter, which autograd does and a graph with the backward does not.
-
-    Args:
-        parameter: The parameter.
-    """
+    """Whether a hook is called with the gradient of a parameter, which autograd does and a graph with the backward does not."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def uncompiled_reason(optimizer: optim.Optimizer) -> str | None:
-    """Why an optimizer's updates cannot be traced to ATen ops for a compiler, or None if they can.
-
-    Args:
-        optimizer: One for which `unsupported_reason` returns None.
-    """
+    """Why an optimizer's updates cannot be traced to ATen ops for a compiler, or None if they can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED_OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _TRACED_OPTIMIZERS)
@@ -303,10 +234,6 @@ def temporary_count(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | 
 
     Read from ``torch/optim/sgd.py`` and ``adam.py``, ``foreach`` implementation: each of weight decay, Nesterov momentum
     and ``maximize`` makes a new gradient; Adam makes a denominator. AdamW decays the parameter in place.
-
-    Args:
-        optimizer: The optimizer.
-        group: The parameter group that the parameter is in.
     """
     decays = bool(group.get("weight_decay")) and not isinstance(optimizer, optim.AdamW)
     if type(optimizer) is optim.SGD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from torch.utils.flop_counter import flop_registry
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]\.?")
 _CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # Dynamo's path to a module that it found in a closure
-_MOST_NAMES = 3
-"""Most modules by which a place is called."""
 # Frames of torch and of all of `checkmate.torch` are not the user's; the programs that `compile` traces are ours.
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -26,48 +25,26 @@ def source_of(node: fx.Node) -> str:
 
 
 def place_of(nodes: Iterable[fx.Node]) -> str:
-    """Where some ops are in the model, for people: ``"lm_head + loss"``, ``"layers.0.mlp"``.
-
-    Args:
-        nodes: The ops, with those that multiply by weights among them, by whose modules they are called; if there are none, by
-            the modules of all.
-    """
+    """Where some ops are in the model, for people: ``"lm_head + loss"``, ``"layers.0.mlp"``."""
     ops = list(nodes)
-    paths = dict.fromkeys(map(_module, filter(_multiplies, ops))) or dict.fromkeys(map(_module, ops))
+    products = [op for op in ops if getattr(op.target, "overloadpacket", None) in flop_registry]
+    paths = dict.fromkeys(map(_module, products)) or dict.fromkeys(map(_module, ops))
     named = [path.split(".") for path in paths if path not in ("", "self")]
-    shared = _shared(named)
+    shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*named, strict=False))]
     names = [".".join(shared)] if shared else [".".join(path) for path in named]
-    if len(names) > _MOST_NAMES:
-        names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
+    if len(names) > 3:
+        names[3:] = [f"{len(names) - 3} more"]
     if any("log_softmax" in str(op.target) or "_loss" in str(op.target) for op in ops):
         names.append("loss")
     return " + ".join(names) or next(filter(None, map(_line, ops)), ops[0].name)
 
 
 def common_place(places: Sequence[str]) -> str:
-    """One name for places that differ in numbers alone: ``"layers.*.mlp"``; otherwise the first and how many more there are.
-
-    Args:
-        places: From `place_of`.
-    """
+    """One name for places that differ in numbers alone: ``"layers.*.mlp"``; otherwise the first and how many more there are."""
     columns = list(zip(*(place.split(".") for place in places), strict=False))
     if len({place.count(".") for place in places}) > 1 or any(len({*c}) > 1 and not "".join(c).isdigit() for c in columns):
         return f"{places[0]} and {len(places) - 1} more"
     return ".".join(column[0] if len({*column}) == 1 else "*" for column in columns)
-
-
-def _multiplies(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in flop_registry
-
-
-def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The components with which all paths begin."""
-    shared: list[str] = []
-    for column in zip(*paths, strict=False):
-        if len({*column}) > 1:
-            break
-        shared.append(column[0])
-    return shared
 
 
 def _module(node: fx.Node) -> str:

@@ -42,17 +42,7 @@ def generators_restored() -> AbstractContextManager[None]:
 def emit_with_saved_state(
     graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
-    """Emit a random op that also returns the generator state from before it ran.
-
-    Args:
-        graph: The graph to append to.
-        node: The op in the original graph, for its target and metadata.
-        args: Arguments in ``graph``.
-        kwargs: Keyword arguments in ``graph``.
-
-    Returns:
-        The node of the op's output, the node of the state, and all nodes emitted in order.
-    """
+    """Emit a random op that also returns the generator state from before it ran."""
     op: Any = node.target
     both = graph.call_function(run_and_save_rng_state, (op, *args), kwargs)
     state = graph.call_function(operator.getitem, (both, 0))
@@ -68,18 +58,7 @@ def emit_with_saved_state(
 
 
 def emit_replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Emit a random op that runs from a saved generator state and leaves the generator as it was.
-
-    Args:
-        graph: The graph to append to.
-        node: The op in the original graph, for its target and metadata.
-        state: The node of the saved state in ``graph``.
-        args: Arguments in ``graph``.
-        kwargs: Keyword arguments in ``graph``.
-
-    Returns:
-        The node of the op's output.
-    """
+    """Emit a random op that runs from a saved generator state and leaves the generator as it was."""
     op: Any = node.target
     again = graph.call_function(run_with_rng_state, (state, op, *args), kwargs)
     again.meta = dict(node.meta)

@@ -80,21 +80,12 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
-    """Total bytes of the storages of tensors; a storage that several share is counted once.
-
-    Args:
-        tensors: The tensors.
-        size_of: Bytes of a tensor's storage.
-    """
+    """Total bytes of the storages of tensors; a storage that several share is counted once."""
     return sum({storage_key(part): size_of(part) for t in tensors for part in strided_parts(t)}.values())
 
 
 def concrete(number: int | torch.SymInt) -> int:
-    """A traced size as an integer, with every symbol at its upper bound and without installing a guard on its value.
-
-    Raises:
-        GraphError: The size depends on data.
-    """
+    """A traced size as an integer, with every symbol at its upper bound and without installing a guard on its value."""
     return number if isinstance(number, int) else _known(number, value_at_upper_bounds)
 
 

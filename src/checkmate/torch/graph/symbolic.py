@@ -29,9 +29,6 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
     - A dimension that torch made dynamic by itself, because its size changed, is specialised to its current size: the user
       did not ask for one plan over all sizes, and one for the largest would waste time on the smaller.
     - Integer arguments stay unbounded unless they turn out to be sizes (`checkmate.torch.graph.storages`).
-
-    Args:
-        example_inputs: Inputs of the graph: tensors and symbolic integers; others are ignored.
     """
     guessed: dict[str, int] = {}
     bounded: dict[str, int] = {}
@@ -60,9 +57,6 @@ def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     They take no memory and their inputs are always there. As ops of a graph they would tie every view whose shape they are in:
     a plan moves and repeats views at will only where they read one storage and nothing else. Four blocks of a GPT at 60 % had an
     overhead of 1.088 with one such op, and 1.014 without.
-
-    Args:
-        nodes: The nodes of a graph, in its order.
     """
     found: set[fx.Node] = set()
     for node in nodes:

@@ -35,7 +35,7 @@ from checkmate.torch._compat.inductor import (
     prefers_channels_last,
     under_a_plan,
 )
-from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.pieces import write_out_pieces
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs

@@ -18,15 +18,14 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import OpCost
-from checkmate.torch.chunking.ahead import SCALE
 from checkmate.torch.chunking.buffers import out_variant
-from checkmate.torch.chunking.kinds import Kind
+from checkmate.torch.chunking.choose import ChunkableStep, ChunkChoices, Chunks
 from checkmate.torch.chunking.program import CHUNKED, Slices, program_of
-from checkmate.torch.chunking.variants import ChunkableStep, Chunks, Variants
-from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.chunking.region_groups import RegionGroup
+from checkmate.torch.chunking.unit_tangent import SCALE
 from checkmate.torch.graph.op_properties import out_argument
-from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import storage_bytes
+from checkmate.torch.graph.traced import copy_graph, retraced
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak, trailing_reductions
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint, with_workspace
 from checkmate.torch.partition.split import Recapture
@@ -65,12 +64,12 @@ def _pick(source: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 torch.library.register_fake("checkmate::pick", _pick, lib=_library)
 
 
-def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Node], bool]) -> tuple[Capture, list[Kind]]:
+def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Node], bool]) -> tuple[Capture, list[RegionGroup]]:
     """A captured step in which the regions that compute nothing twice run piece by piece, in as few pieces as are offered."""
     step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
-    variants = Variants(step, Chunks(exact=False, allows=allows, once=True))
-    chosen: list[Kind] = []
-    for kind in sorted(variants.kinds, key=lambda kind: kind.regions[0].count):
+    variants = ChunkChoices(step, Chunks(exact=False, allows=allows, recomputes_nothing=True))
+    chosen: list[RegionGroup] = []
+    for kind in sorted(variants.groups, key=lambda kind: kind.regions[0].count):
         if not any(kind.excludes(other) for other in chosen):
             chosen.append(kind)
     return variants.captured(tuple(chosen)), chosen

@@ -23,9 +23,9 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
-from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.traced import copy_graph
 
 aten = torch.ops.aten
 

@@ -23,8 +23,8 @@ from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
-from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.traced import retraced
 from checkmate.torch.joint.capture import with_workspace
 from checkmate.torch.partition.split import Task, plan_whole_step
 

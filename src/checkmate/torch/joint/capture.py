@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -13,26 +14,29 @@ from torch import fx
 
 from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
-from checkmate.core.graph import BOUNDARY, Graph, Op
+from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
+from checkmate.frontend.step_graph import Part
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
-from checkmate.torch.graph.mutations import Mutators, mutators, overwriters
 from checkmate.torch.graph.op_properties import (
     DESCRIPTION,
     FORWARD_ONLY,
+    Mutators,
     OpProperties,
+    mutators,
     op_names,
     op_properties,
+    overwriters,
     trains_batch_norm,
     used_inputs,
 )
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import rng_state_bytes
-from checkmate.torch.graph.storages import leaves
+from checkmate.torch.graph.storages import leaves, storage_key
 from checkmate.torch.graph.symbolic import size_arithmetic
-from checkmate.torch.joint.ordering import order_pairs
+from checkmate.torch.graph.traced import results
 from checkmate.torch.joint.values import Values
 
 Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
@@ -40,13 +44,7 @@ Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
 
 
 def with_workspace(costs: Costs, target: object, bytes_of: Callable[[fx.Node], int]) -> Costs:
-    """Costs of ops, of which one has another workspace than it has when it runs as it is.
-
-    Args:
-        costs: Costs of ops that run as they are.
-        target: The op, as the target of its nodes.
-        bytes_of: Workspace of a node with that target.
-    """
+    """Costs of ops, of which one has another workspace than it has when it runs as it is."""
 
     def changed(nodes: Sequence[fx.Node]) -> list[OpCost]:
         found = zip(nodes, costs(nodes), strict=True)
@@ -57,44 +55,31 @@ def with_workspace(costs: Costs, target: object, bytes_of: Callable[[fx.Node], i
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The FX nodes of one op of a captured graph.
+    """The FX nodes of one op of a captured graph: the op, and the getitems that select its outputs."""
 
-    Attributes:
-        node: The ``call_function`` node, or None for the boundary.
-        getitems: ``operator.getitem`` nodes that select its outputs.
-    """
-
-    node: fx.Node | None
+    node: fx.Node | None  # None for the boundary
     getitems: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A captured graph together with the joint FX graph that it describes.
-
-    Attributes:
-        graph: The graph for planners.
-        joint: The joint module, unchanged.
-        members: FX nodes of each op. Shape ``[op]``.
-        num_fwd_outputs: How many of the joint outputs are outputs of the forward; all of them in a whole step.
-        value_of: Value of each node that returns one tensor, getitems and tangents included.
-    """
+    """A captured graph together with the joint FX graph that it describes."""
 
     graph: Graph
-    joint: fx.GraphModule
-    members: tuple[Member, ...]
-    num_fwd_outputs: int
-    value_of: Mapping[fx.Node, int] = field(default_factory=dict)
+    joint: fx.GraphModule  # unchanged
+    members: tuple[Member, ...]  # of each op
+    num_fwd_outputs: int  # of the joint outputs; all of them in a whole step
+    value_of: Mapping[fx.Node, int] = field(default_factory=dict)  # of nodes that return one tensor, getitems and tangents too
 
     @property
     def forward_outputs(self) -> list[Any]:
         """Outputs of the forward: nodes, numbers or None."""
-        return list(_outputs(self.joint)[: self.num_fwd_outputs])
+        return list(results(self.joint)[: self.num_fwd_outputs])
 
     @property
     def backward_outputs(self) -> list[Any]:
         """Outputs of the backward: the gradients, nodes or None."""
-        return list(_outputs(self.joint)[self.num_fwd_outputs :])
+        return list(results(self.joint)[self.num_fwd_outputs :])
 
 
 def capture_joint(
@@ -108,19 +93,13 @@ def capture_joint(
     extra_resident_bytes: int = 0,
     name: str = "",
 ) -> Capture:
-    """Capture a training step that AOTAutograd traced.
+    """Capture a training step that AOTAutograd traced; the joint module is not changed.
 
-    Args:
-        joint: The joint module; it is not changed.
-        num_fwd_outputs: How many of its outputs are outputs of the forward. None for a whole step with gradients and updates:
-            it has no boundary, and all of its outputs are live at its end.
-        costs: Maps nodes to time and workspace.
-        hold_outputs: Whether the caller holds the forward's outputs to the end of the step. Otherwise they can be freed when
-            the backward begins, unless it reads them.
-        hold_last: Whether the caller still holds what the step before returned, as in ``prediction, loss = step(x, y)``.
-        no_recompute: Names of ops that must run once, with namespace (``"aten::mm"``) or without.
-        extra_resident_bytes: Resident bytes besides the inputs of the graph, such as existing gradients and optimizer state.
-        name: Name of the graph.
+    ``num_fwd_outputs`` is None for a whole step with gradients and updates: it has no boundary, and all of its outputs are live
+    at its end. With ``hold_outputs`` the caller holds the forward's outputs to the end of the step; otherwise they can be freed
+    when the backward begins, unless it reads them. With ``hold_last`` the caller still holds what the step before returned, as
+    in ``prediction, loss = step(x, y)``. ``extra_resident_bytes`` are besides the inputs of the graph, such as existing
+    gradients and optimizer state.
 
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
@@ -131,9 +110,45 @@ def capture_joint(
     return replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
 
 
-def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
-    output = next(iter(reversed(joint.graph.nodes)))
-    return output.args[0]
+def part_of(capture: Capture) -> Part:
+    """The captured graph with its values by argument and result, in AOTAutograd's order."""
+    placeholders = [n for n in capture.joint.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in placeholders if not is_tangent(n)]
+    readers: dict[fx.Node, list[int]] = {n: [] for n in inputs}
+    for o, member in enumerate(capture.members):
+        for read in () if member.node is None else used_inputs(member.node):
+            if read in readers:
+                readers[read].append(o)
+    input_of = {storage_key(t): k for k, n in enumerate(inputs) for t in leaves(n.meta.get("val"))}
+    graph, views = capture.graph, dict[int, int]()
+    for node, value in capture.value_of.items():
+        if graph.values[value].base is None and not graph.values[value].size_bytes:
+            views.update((value, input_of[k]) for k in map(storage_key, leaves(node.meta.get("val"))) if k in input_of)
+    return Part(
+        graph=graph,
+        readers=tuple(tuple(readers[n]) for n in inputs),
+        views=views,
+        returned=tuple(_value(capture, out) for out in capture.forward_outputs),
+        tangents=tuple(capture.value_of.get(n) for n in placeholders if is_tangent(n)),
+        gradients=tuple(_value(capture, out) for out in capture.backward_outputs),
+    )
+
+
+def reads_of_overwritable(part: Part, overwritable: Set[int]) -> frozenset[int]:
+    """Ops of a forward that read inputs which the backward of the plain step does not read.
+
+    Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
+    """
+    readers = {k: set(part.readers[k]) for k in overwritable}
+    for o, op in enumerate(part.graph.ops):
+        for k in {part.views[v] for v in op.inputs if v in part.views} & overwritable:
+            readers[k].add(o)
+    early = [ops for ops in readers.values() if max(ops, default=0) < part.boundary]
+    return frozenset(o for ops in early for o in ops)
+
+
+def _value(capture: Capture, output: object) -> int | None:
+    return capture.value_of.get(output) if isinstance(output, fx.Node) else None
 
 
 def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
@@ -157,12 +172,12 @@ class _OpNodes:
 
 
 class _Builder:
-    """Builds the `Capture` of a joint module. The arguments are those of `capture_joint`."""
+    """Builds the `Capture` of a joint module."""
 
     def __init__(
         self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]
     ) -> None:
-        outputs = _outputs(joint)
+        outputs = results(joint)
         self.joint = joint
         self.whole = num_fwd_outputs is None
         self.num_fwd_outputs = len(outputs) if num_fwd_outputs is None else num_fwd_outputs
@@ -197,12 +212,13 @@ class _Builder:
             )
         ]
         if boundary is not None:
-            ops.insert(boundary, self._boundary_op(tangents))
+            returned = tuple(dict.fromkeys(self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node))
+            ops.insert(boundary, Op(BOUNDARY, returned, tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY))
         values = self.values.all(kept)
         graph = Graph(
             ops=tuple(ops),
             values=values,
-            order=order_pairs(ops, values, listed, boundary, known),
+            order=_order_pairs(ops, values, listed, boundary, known),
             resident_bytes=resident,
             name=name,
         )
@@ -297,7 +313,37 @@ class _Builder:
             source=source_of(node),
         )
 
-    def _boundary_op(self, tangents: tuple[int, ...]) -> Op:
-        known = self.values.of_node
-        returned = dict.fromkeys(known[o] for o in self.forward_outputs if o in known)
-        return Op(BOUNDARY, tuple(returned), tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY)
+
+def _order_pairs(
+    ops: Sequence[Op],
+    values: Sequence[Value],
+    listed: Sequence[tuple[int, fx.Node, OpProperties]],
+    boundary: int | None,
+    known: Mutators,
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of ops ``(a, b)``: the first computation of ``a`` must come before the first computation of ``b``.
+
+    - Random ops keep their order, so that each draws the same numbers as in the original program; so do sequenced ops.
+    - Ops that overwrite one storage keep their order, and an op that reads it comes after the overwriters before it.
+      (That it comes before those after it is a constraint on all its computations: ``Op.clobbered_by``.)
+    - Random ops, side effects and numbers of the forward come before the boundary: the caller sees them after the forward.
+    - Ops of the backward that allocate come after the boundary, since they would otherwise be computed in the forward.
+    """
+    random = [o for o, _, properties in listed if properties.random]
+    sequenced = [o for o, _, properties in listed if properties.sequenced]
+    pairs = {*pairwise(random), *pairwise(sequenced)}
+    pairs.update((a, b) for overwriting in known.values() for a, b in pairwise(overwriting) if a < b)
+    after = set() if boundary is None else set(ops[boundary].outputs)  # values that depend on the boundary by data
+    for o, node, properties in listed:
+        pairs.update((m, o) for m in overwriters(node, known) if m < o)
+        if boundary is None:
+            continue
+        if o < boundary:
+            if properties.random or properties.effect or not leaves(node.meta.get("val")):
+                pairs.add((o, boundary))
+        elif any(v in after for v in ops[o].inputs):
+            after.update(ops[o].outputs)
+        elif any(values[v].base is None for v in ops[o].outputs):
+            # Views of forward values get no pair: planners fold them into the ops that read them.
+            pairs.add((boundary, o))
+    return tuple(sorted(pairs))

@@ -32,28 +32,19 @@ _KNOWN: dict[str, Hidden | None] = {}
 
 
 def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
-    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows.
-
-    Args:
-        graph: The graph; only metadata is changed.
-        runs: Whether ops may run. Otherwise every custom op is taken for one with a state.
-    """
+    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if node.target.namespace in PURE or is_collective(node):
             continue
-        hidden = _hidden(node) if runs else "state"
+        hidden: Hidden | None = "state"
+        if runs:
+            key = signature(node)
+            assert key is not None
+            hidden = _KNOWN[key] = _KNOWN[key] if key in _KNOWN else _examined(node)
         if hidden is not None:
             node.meta[HIDDEN] = hidden
-
-
-def _hidden(node: fx.Node) -> Hidden | None:
-    key = signature(node)
-    assert key is not None
-    if key not in _KNOWN:
-        _KNOWN[key] = _examined(node)
-    return _KNOWN[key]
 
 
 def _examined(node: fx.Node) -> Hidden | None:

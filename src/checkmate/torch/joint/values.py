@@ -30,12 +30,7 @@ _EXTERNAL = -1  # owner of a storage that exists before the step
 
 
 class Values:
-    """Values in the order in which ops write them.
-
-    Attributes:
-        of_node: The value of each node that returns one tensor, getitems included.
-        scalar_tangents: Values that are tangents of scalars, which the caller of ``backward`` holds until it returns.
-    """
+    """Values in the order in which ops write them."""
 
     def __init__(self) -> None:
         self.of_node: dict[fx.Node, int] = {}
@@ -66,15 +61,7 @@ class Values:
         return total
 
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Add the values of an op, one per output tensor, also of outputs without readers: they are allocated as well.
-
-        Args:
-            node: The op.
-            getitems: Nodes that select its outputs; a value has the name of the first that selects it.
-
-        Returns:
-            The values; for an op without output tensors one value of 0 bytes, so that ops that read its number depend on it.
-        """
+        """Add the values of an op, one per output tensor, also of outputs without readers: they are allocated as well."""
         names = {_path(g, node): g.name for g in reversed(getitems)}
         # A higher-order op never returns views of its inputs. An equal key comes from another call that was traced with it.
         sources = [] if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes

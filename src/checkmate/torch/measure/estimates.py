@@ -21,8 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from checkmate.cost.device import Device, load_device, roofline_ns
 from checkmate.cost.store import OpCost
-from checkmate.torch.graph.op_properties import makes_views, out_argument
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, out_argument
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 aten = torch.ops.aten

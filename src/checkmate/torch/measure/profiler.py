@@ -21,9 +21,8 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload, dispatches_in_python, no_dispatch, no_modes
 from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
 from checkmate.torch.graph.kernel_settings import kernel_settings
-from checkmate.torch.graph.op_properties import is_collective
+from checkmate.torch.graph.op_properties import PIECES, is_collective
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
-from checkmate.torch.graph.pieces import PIECES
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes

@@ -12,9 +12,8 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
-from checkmate.torch.graph.op_properties import makes_views, unused_arguments
+from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
-from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))

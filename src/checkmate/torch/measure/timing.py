@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.profiler import keep_busy, memory_trace
-from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.op_properties import PIECES, Pieces
 from checkmate.torch.measure.single_op import new_bytes, ready_to_run
 
 Clock = Callable[[], int]

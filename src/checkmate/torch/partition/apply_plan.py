@@ -42,47 +42,27 @@ _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
 def apply_plan(capture: Capture, plan: Plan) -> fx.GraphModule:
-    """Build the joint module that runs a plan.
-
-    Args:
-        capture: The captured graph; its joint module is not changed.
-        plan: A valid plan of ``capture.graph``.
-
-    Returns:
-        A new joint module, ready for ``default_partition``; that of a whole step is ready to run.
-    """
+    """A new joint module that runs a plan, ready for ``default_partition``; that of a whole step is ready to run."""
     return _Writer(capture, plan).write()
 
 
 class _Writer:
-    """Emits the nodes of a plan.
-
-    Attributes:
-        times: Op to the number of its computations.
-        env: Node of the original graph to its newest copy. Readers take the newest, as in the core's definition of a plan.
-        done: Ops that were computed at least once.
-        state: Random op to the node of its saved generator state.
-        backward: Whether the boundary was passed.
-        node_of: Value to the node of the original graph that returns it.
-        host: Value to the node of its copy on the host.
-        sending: Values on the device whose copies to the host are waited for when they are freed.
-        arriving: Values on the device whose copies from the host are waited for when they are read.
-    """
+    """Emits the nodes of a plan."""
 
     def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture = capture
         self.steps = plan.steps
         self.order = plan.order
-        self.times = Counter(self.order)
+        self.times = Counter(self.order)  # how often each op is computed
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.done: set[int] = set()
-        self.state: dict[int, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}  # to the newest copy of each node, which readers take
+        self.done: set[int] = set()  # ops that were computed
+        self.state: dict[int, fx.Node] = {}  # random op to its saved generator state
         self.backward = False
         self.node_of = {v: node for node, v in capture.value_of.items()}
-        self.host: dict[int, fx.Node] = {}
-        self.sending: set[int] = set()
-        self.arriving: set[int] = set()
+        self.host: dict[int, fx.Node] = {}  # value to its copy on the host
+        self.sending: set[int] = set()  # values whose copies to the host are waited for when they are freed
+        self.arriving: set[int] = set()  # values whose copies from the host are waited for when they are read
 
     def write(self) -> fx.GraphModule:
         joint = self.capture.joint
@@ -113,7 +93,7 @@ class _Writer:
             returned = [self._now(out) for out in self.capture.forward_outputs]
         returned += [self._now(out) for out in self.capture.backward_outputs]
         output = self.graph.output(tuple(returned))
-        output.meta = dict(next(iter(reversed(joint.graph.nodes))).meta)
+        output.meta = dict(joint.graph.output_node().meta)
         module = fx.GraphModule(joint, self.graph)
         module.graph.lint()
         return module
@@ -230,35 +210,22 @@ class _Writer:
         return found | {newest[o] for o in kept}
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        self.env[node] = self.graph.node_copy(node, self._get)
-        return self.env[node]
-
-    def _get(self, node: fx.Node) -> fx.Node:
+        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
         return self.env[node]
 
     def _now(self, argument: Any) -> Any:
-        return fx.map_arg(argument, self._get)
+        return fx.map_arg(argument, self.env.__getitem__)
 
     def _is_module(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and isinstance(getattr(self.capture.joint, str(node.target), None), torch.nn.Module)
 
 
-def eliminate_dead_rng(module: fx.GraphModule) -> int:
+def eliminate_dead_rng(backward: fx.GraphModule) -> None:
     """Remove unused random ops from a backward module; ``default_partition`` keeps them, since they are impure.
 
     Not to be used on a forward module: there an unused random op advances the generator, as the user's program does.
-
-    Args:
-        module: The backward module; changed in place.
-
-    Returns:
-        The number of ops removed.
     """
-    dead = 0
-    for node in reversed(list(module.graph.nodes)):
+    for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and not node.users and op_properties(node).random:
-            module.graph.erase_node(node)
-            dead += 1
-    if dead:
-        module.recompile()
-    return dead
+            backward.graph.erase_node(node)
+    backward.recompile()

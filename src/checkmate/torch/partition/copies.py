@@ -19,18 +19,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch import fx
 from torch.fx.node import has_side_effect
 
 from checkmate.core.plan import HostMemory
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 
-_SAMPLE_BYTES: Final = 32 * 2**20
-"""Bytes of a copy that measures a bus: enough for its full rate."""
+Direction: TypeAlias = Literal["out", "in"]
 
 
 def _nothing() -> None:
@@ -38,12 +37,7 @@ def _nothing() -> None:
 
 
 class HostBuffers:
-    """Buffers on the host, counted.
-
-    Attributes:
-        held_bytes: Bytes of the copies that are there now.
-        peak_bytes: The most so far.
-    """
+    """Buffers on the host, with the bytes of the copies that are there now, and the most so far."""
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
@@ -73,25 +67,14 @@ class HostBuffers:
 BUFFERS = HostBuffers()
 
 
+@dataclass(eq=False, slots=True)
 class HostCopy:
-    """The copy of one storage on the host.
+    """The copy of one storage on the host."""
 
-    Attributes:
-        buffer: Its bytes.
-        tensor: Type, device, size, strides and offset of the tensor that was copied.
-        sent: Waits until the copy out is done.
-        fetched: Waits until the last copy back is done.
-    """
-
-    def __init__(self, buffer: torch.Tensor, tensor: tuple[Any, ...]) -> None:
-        self.buffer = buffer
-        self.tensor = tensor
-        self.sent: Callable[[], None] = _nothing
-        self.fetched: Callable[[], None] = _nothing
-
-    def wait_for_fetch(self) -> None:
-        """Wait until the last copy back is done."""
-        self.fetched()
+    buffer: torch.Tensor
+    tensor: tuple[Any, ...]  # type, device, offset, size and strides of the tensor that was copied
+    sent: Callable[[], None] = _nothing  # waits until the copy out is done
+    fetched: Callable[[], None] = _nothing  # waits until the last copy back is done
 
 
 def offload(tensor: torch.Tensor) -> HostCopy:
@@ -100,7 +83,7 @@ def offload(tensor: torch.Tensor) -> HostCopy:
     buffer = BUFFERS.take(where.numel(), pinned=tensor.is_cuda)
     meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
     copy = HostCopy(buffer, meaning)
-    copy.sent = _engines(tensor.device).copy("out", buffer, where, after=None)
+    copy.sent = _engines(tensor.device).copy("out", buffer, where, after=_nothing)
     return copy
 
 
@@ -120,7 +103,7 @@ def fetch(copy: HostCopy) -> torch.Tensor:
 
 def wait_fetched(tensor: torch.Tensor, copy: HostCopy) -> torch.Tensor:
     """Wait until a tensor has been copied back, so that it can be read."""
-    copy.wait_for_fetch()
+    copy.fetched()
     return tensor
 
 
@@ -136,68 +119,41 @@ for _function in COPY_FUNCTIONS:
     has_side_effect(_function)
 
 
-def is_copy(node: fx.Node) -> bool:
-    """Whether a node belongs to a copy."""
-    return node.op == "call_function" and node.target in COPY_FUNCTIONS
-
-
 def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
-    """The host with the rates at which the engines of a device copy, each measured alone.
-
-    Args:
-        device: The device.
-        amount_bytes: The most bytes of copies.
-    """
-    with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
-        return _measured(device, amount_bytes)
-
-
-def _measured(device: torch.device, amount_bytes: int) -> HostMemory:
-    sample = torch.ones(_SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    """The host, for that many bytes of copies, with the rates at which the engines of a device copy, each measured alone."""
     best = {"out": float("inf"), "in": float("inf")}
-    for _ in range(4):  # the first also allocates
-        began = time.perf_counter()
-        copy = offload(sample)
-        copy.sent()
-        _synchronize(device)
-        sent = time.perf_counter()
-        wait_fetched(fetch(copy), copy)
-        _synchronize(device)
-        best["in"] = min(best["in"], time.perf_counter() - sent)
-        best["out"] = min(best["out"], sent - began)
-        discard(copy)
-    return HostMemory(amount_bytes, int(_SAMPLE_BYTES / best["out"]), int(_SAMPLE_BYTES / best["in"]))
+    with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
+        sample = torch.ones(32 * 2**20, dtype=torch.uint8, device=device)  # enough for the full rate of a bus
+        for _ in range(4):  # the first also allocates
+            began = time.perf_counter()
+            copy = offload(sample)
+            copy.sent()
+            _synchronize(device)
+            sent = time.perf_counter()
+            wait_fetched(fetch(copy), copy)
+            _synchronize(device)
+            best["in"] = min(best["in"], time.perf_counter() - sent)
+            best["out"] = min(best["out"], sent - began)
+            discard(copy)
+    return HostMemory(amount_bytes, int(sample.numel() / best["out"]), int(sample.numel() / best["in"]))
 
 
-class _Engines(Protocol):
-    def copy(
-        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
-    ) -> Callable[[], None]:
-        """Begin a copy; what is returned waits for it."""
-        ...
-
-
-class ThreadEngines:
-    """One thread for each direction, for tensors of the CPU.
-
-    Attributes:
-        before_copy: Called by a thread before each copy; tests delay copies with it.
-    """
+class _ThreadEngines:
+    """One thread for each direction, for tensors of the CPU."""
 
     def __init__(self) -> None:
-        self.before_copy: Callable[[], None] = _nothing
+        self.before_copy: Callable[[], None] = _nothing  # called by a thread before each copy; tests delay copies with it
         self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"checkmate-copy-{d}") for d in ("out", "in")}
 
     def copy(
-        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
+        self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
     ) -> Callable[[], None]:
         """Queue a copy. It is done through numpy: the version counters of torch are not for another thread to write."""
         both = [(into.numpy(), source.numpy())]
 
         def run() -> None:
             self.before_copy()
-            if after is not None:
-                after()
+            after()
             # The thread keeps this function a moment longer than the copy takes: it must not keep the storages.
             np.copyto(*both.pop())
 
@@ -213,23 +169,22 @@ class _StreamEngines:
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def copy(
-        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
+        self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
     ) -> Callable[[], None]:
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            if after is not None:
-                after()  # waits on the current stream, which is that of this copy
+            after()  # waits on the current stream, which is that of this copy
             into.copy_(source, non_blocking=True)
         done = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
-THREADS = ThreadEngines()
+THREADS = _ThreadEngines()
 _STREAMS: dict[torch.device, _StreamEngines] = {}
 
 
-def _engines(device: torch.device) -> _Engines:
+def _engines(device: torch.device) -> _ThreadEngines | _StreamEngines:
     if device.type == "cpu":
         return THREADS
     if device not in _STREAMS:

@@ -12,26 +12,22 @@ validator (docs/decisions/0006).
 from __future__ import annotations
 
 import operator
-from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
-from checkmate.torch.graph.mutations import mutators, overwriters
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, op_names, op_properties, trains_batch_norm
+from checkmate.torch.graph.op_properties import FORWARD_ONLY, mutators, op_names, op_properties, overwriters, trains_batch_norm
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.traced import retraced
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_TAGS = ("recompute", "ac_graph_id", FORWARD_ONLY)
-_UNKNOWN = -1  # region of a backward op whose forward op is not known; sequence numbers and region ids are never negative
 
 
-def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
-    """Copy the ops of checkpointed regions into the backward, for the backward ops of the same region.
+def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
+    """Copy the ops of checkpointed regions into the backward, for the backward ops of the same region, in place.
 
     Values of a region that other parts of the step read, above all its result, are treated like any other value. So are
     those that cannot be recomputed: of ops with the policy "must save", with side effects, that read a storage that the
@@ -48,16 +44,13 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
 
     A backward op of another region reads the original, which is then held, as eager mode holds what a later op saved.
     Reading a copy there would be correct as well, but would recompute what eager mode does not.
-
-    Args:
-        graph: A joint graph; changed in place.
-        no_recompute: Names of ops that must run once.
-
-    Returns:
-        The number of ops that the backward recomputes.
     """
     nodes = list(graph.nodes)
-    backward = _backward(nodes)
+    backward: set[fx.Node] = set()  # tagged by AOTAutograd, tangents, and all that depends on either
+    for node in nodes:
+        tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
+        if tagged or is_tangent(node) or any(i in backward for i in node.all_input_nodes):
+            backward.add(node)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
     known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}
@@ -74,60 +67,49 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
     writer = _RegionRecomputation(graph, marked)
     for reader in nodes:
         if reader in backward and reader.op == "call_function":
-            here = regions.get(reader.meta.get("seq_nr", _UNKNOWN), _UNKNOWN)
-            writer.recompute_for(reader, [n for n in reader.all_input_nodes if n in marked and here in (_UNKNOWN, marked[n])])
-    return writer.finish()
+            number = reader.meta.get("seq_nr")
+            own = [n for n in reader.all_input_nodes if n in marked and regions.get(number, marked[n]) == marked[n]]
+            writer.recompute_for(reader, own)
+    for node in reversed(list(marked)):
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
 
 
 class _RegionRecomputation:
-    """Emits copies of region ops into the backward.
-
-    Args:
-        graph: The joint graph.
-        marked: Ops that may be recomputed, and their regions.
-    """
+    """Emits copies of region ops into the backward."""
 
     def __init__(self, graph: fx.Graph, marked: dict[fx.Node, int]) -> None:
         self.graph = graph
         self.marked = marked
-        self.position = {n: i for i, n in enumerate(graph.nodes)}
         self.recomputed: dict[fx.Node, fx.Node] = {}  # op -> its copy in the backward
         self.replacement: dict[fx.Node, fx.Node] = {}  # random op -> output of the op that replaced it to save the RNG state
 
     def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
-        """Recompute region values that ``reader`` uses, with their dependencies, immediately before it.
-
-        Args:
-            reader: An op of the backward.
-            own: Its inputs that are to be recomputed.
-        """
+        """Recompute region values that ``reader`` uses, with their dependencies, immediately before it."""
         stack, needed = list(own), set[fx.Node]()
         while stack:
             node = stack.pop()
             if node not in needed and node not in self.recomputed:
                 needed.add(node)
                 stack += [i for i in node.all_input_nodes if self._same_region(i, node)]
-        for node in sorted(needed, key=self.position.__getitem__):
+        for node in sorted(needed):
             self._recompute(node, reader)
         for node in own:
             read = self.replacement.get(node, node)
             reader.replace_input_with(read, self.recomputed[read])
-
-    def finish(self) -> int:
-        """Remove getitems without users; return the number of recomputed ops."""
-        for node in reversed(list(self.marked)):
-            if node.target is operator.getitem and not node.users:
-                self.graph.erase_node(node)
-        return len(self.recomputed)
 
     def _same_region(self, read: fx.Node, node: fx.Node) -> bool:
         return read in self.marked and self.marked[read] == self.marked[node]
 
     def _recompute(self, node: fx.Node, reader: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.recomputed[n] if self._same_region(n, node) else n)
-        value = _computed(node, args, kwargs)
-        meta = {k: v for k, v in node.meta.items() if k not in _TAGS} | {"partitioner_tag": "is_backward", "val": value}
+        meta = {k: v for k, v in node.meta.items() if k not in ("recompute", "ac_graph_id", FORWARD_ONLY)}
+        mode = detect_fake_mode(node.meta["val"])
+        assert mode is not None
+        # Traced again: a copied result would share its storages with the original, and the planner would take both for one
+        # allocation.
         if op_properties(node).random:
+            value = retraced(node, mode)
             with self.graph.inserting_before(node):
                 output, state, _ = emit_with_saved_state(self.graph, node, node.args, node.kwargs)
             with self.graph.inserting_before(reader):
@@ -139,18 +121,9 @@ class _RegionRecomputation:
         else:
             with self.graph.inserting_before(reader):
                 new = self.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_again")
-        new.meta = meta
+            value = retraced(new, mode)
+        new.meta = meta | {"partitioner_tag": "is_backward", "val": value}
         self.recomputed[node] = new
-
-
-def _backward(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Nodes of the backward: tagged by AOTAutograd, tangents, and all that depends on either."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
-        if tagged or is_tangent(node) or any(i in found for i in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: frozenset[str]) -> bool:
@@ -171,15 +144,3 @@ def _allocates(node: fx.Node) -> bool:
     """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them wherever they are read."""
     given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
     return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))
-
-
-def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """The fake result of an op, traced again.
-
-    A copied result would share its storages with the original, and the planner would take both for one allocation.
-    """
-    mode = detect_fake_mode(node.meta["val"])
-    assert mode is not None
-    with mode, torch.no_grad():
-        given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        return node.target(*given, **named)  # type: ignore[operator]

@@ -19,9 +19,8 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload, detect_fake_mode
-from checkmate.torch.graph.copy import copy_graph
-from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key, unique_bytes
+from checkmate.torch.graph.traced import copy_graph, retraced
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -51,13 +50,6 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
 
     Weights keep their layout. So do all tensors whose strides are observable: outputs, gradients, and inputs of ops that
     depend on strides or are not PyTorch's own.
-
-    Args:
-        graph: A joint graph of static shapes; it is not changed.
-
-    Returns:
-        A new graph. The given one if the weights of convolutions, which are converted at every use, have more bytes than
-        their outputs, or if an output cannot keep its strides.
     """
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
     if mode is None or not _activations_outweigh_weights(graph):
@@ -81,10 +73,6 @@ class _LayoutPropagation:
     last, a matrix product does not). Tracing again also keeps aliasing right: the view of a converted tensor is a view of
     the copy's storage. Were metadata edited instead, views would point to storages that are never allocated, and
     the planner would count them wrongly.
-
-    Args:
-        graph: The graph; changed in place.
-        mode: The fake mode of its tensors.
     """
 
     def __init__(self, graph: fx.Graph, mode: AbstractContextManager[Any]) -> None:
@@ -117,11 +105,7 @@ class _LayoutPropagation:
             node.meta["val"] = value
 
     def _read_as_traced(self, reader: fx.Node) -> None:
-        """Give a node that observes strides its inputs in the layout of the original trace.
-
-        Raises:
-            _StridesError: That layout was neither contiguous nor the present one.
-        """
+        """Give a node that observes strides its inputs in the layout of the original trace."""
         for source in [n for n in reader.all_input_nodes if n in self.traced]:
             before = self.traced[source]
             if not isinstance(before, torch.Tensor) or before.stride() == source.meta["val"].stride():

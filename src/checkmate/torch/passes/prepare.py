@@ -6,15 +6,20 @@ the order of sums.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import fx
 
-from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import invoke_subgraph
+from checkmate.torch._compat.symbolic import emit_expression
+from checkmate.torch.graph.symbolic import is_size_arithmetic, reads_size
+from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.passes.activation_checkpoint import honour_checkpoints
-from checkmate.torch.passes.convolution_backward import split_convolution_backward
-from checkmate.torch.passes.input_sizes import read_sizes_from_inputs
-from checkmate.torch.passes.loss_storage import correct_loss_storages
+from checkmate.torch.passes.losses import correct_loss_storages
 
 
 def prepare(
@@ -26,20 +31,14 @@ def prepare(
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
     examine: Callable[[fx.Graph], None] = lambda graph: None,
 ) -> fx.GraphModule:
-    """A copy of a joint module with the passes applied.
+    """A copy of a joint module with the passes applied: first the layout pass, then ``examine``, which marks ops.
 
-    Args:
-        joint: The joint module. It is not changed, except for the sizes corrected by `correct_loss_storages`, since its fake
-            tensors are shared with the copy.
-        split_convolutions: Whether to apply `split_convolution_backward`.
-        honours_checkpoints: Whether checkpointed regions are recomputed and never kept; see `honour_checkpoints`.
-        no_recompute: Names of ops that must run once.
-        layout_pass: Applied first; returns a graph whose tensors have other layouts.
-        examine: Applied next; marks ops in their metadata.
+    The module is not changed, except for the sizes corrected by `correct_loss_storages`, since its fake tensors are shared with
+    the copy.
     """
     graph = layout_pass(copy_graph(joint.graph))
     examine(graph)
-    read_sizes_from_inputs(graph)
+    _read_sizes_from_inputs(graph)
     if split_convolutions:
         split_convolution_backward(graph)
     if honours_checkpoints:
@@ -47,3 +46,88 @@ def prepare(
     correct_loss_storages(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
+
+
+def _read_sizes_from_inputs(graph: fx.Graph) -> None:
+    """Replace sizes of computed tensors by equal numbers that are computed from sizes of inputs alone, in place.
+
+    With dynamic shapes AOTAutograd asks intermediate tensors for their sizes (``aten.sym_size``). A plan would have to hold
+    such a tensor, or compute it again, for a number that is known from the inputs.
+    """
+    known: dict[Any, fx.Node] = {}  # expression over the symbols of the inputs -> the first node with that value
+    computed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or is_tangent(node):
+            continue
+        # Arithmetic on a size that was replaced above has become arithmetic on sizes of inputs.
+        if node.op == "placeholder" or is_size_arithmetic(node, computed):
+            computed.add(node)
+            known.setdefault(value.node.expr, node)
+        elif reads_size(node):
+            with graph.inserting_before(node):
+                same = known.get(value.node.expr) or emit_expression(graph, value, known)
+            if same is not None:
+                computed.add(same)
+                known[value.node.expr] = same
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+
+
+def split_convolution_backward(graph: fx.Graph) -> None:
+    """Replace each ``convolution_backward`` by two: for the gradient of the input, and for those of weight and bias; in place.
+
+    A single op allocates the weight's gradient together with the input's, and holds it to the end of the step. As a
+    separate op it can be scheduled later; until then only the activations that it reads are held, which are usually
+    smaller. Results are bitwise equal.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default, sort=True):
+        *given, mask = node.args  # three flags, for the gradients of input, weight and bias
+        if not (mask[0] and mask[1]) or any(user.target is not operator.getitem for user in node.users):
+            continue
+        weights = [user for user in node.users if user.args[1] != 0]
+        value = node.meta["val"]
+        with graph.inserting_after(node):
+            second = graph.call_function(node.target, (*given, [False, mask[1], mask[2]]), dict(node.kwargs))
+        second.meta = {**node.meta, "val": (None, *value[1:])}
+        node.args = (*given, [True, False, False])
+        node.meta = {**node.meta, "val": (value[0], None, None)}
+        after = second
+        for user in weights:
+            user.args = (second, user.args[1])
+            after.append(user)
+            after = user
+
+
+def inline_regions(gm: fx.GraphModule) -> None:
+    """Replace every call of a ``nested_compile_region`` in a Dynamo graph by the ops of its body.
+
+    AOTAutograd would partition each body separately and identically at every call. A plan over the inlined ops can keep
+    values in one layer that it recomputes in the next.
+    """
+    for module in reversed([m for m in gm.modules() if isinstance(m, fx.GraphModule)]):
+        found = module.graph.find_nodes(op="call_function", target=invoke_subgraph)
+        for call in found:
+            _inline(module, call)
+        if found:
+            module.graph.lint()
+            module.recompile()
+
+
+def _inline(module: fx.GraphModule, call: fx.Node) -> None:
+    where, _, *operands = call.args
+    assert isinstance(where, fx.Node)
+    body = module.get_submodule(str(where.target))
+    assert isinstance(body, fx.GraphModule)
+    inputs = body.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, fx.Node] = dict(zip(inputs, operands, strict=True))  # type: ignore[arg-type]
+    with module.graph.inserting_before(call):
+        results = module.graph.graph_copy(body.graph, copies)
+    assert isinstance(results, (tuple, list))
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index, arg-type]
+        module.graph.erase_node(user)
+    module.graph.erase_node(call)
+    if not where.users:
+        module.graph.erase_node(where)

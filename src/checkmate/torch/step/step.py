@@ -25,12 +25,10 @@ from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import CostSource, takes_options
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.chunking.choose import with_smallest_peak
-from checkmate.torch.chunking.variants import Chunks
+from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
-from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.emulate.fake_inputs import fake_inputs
+from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.device_memory import state_bytes
 from checkmate.torch.measure.profiler import Profiler

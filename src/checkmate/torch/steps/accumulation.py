@@ -20,7 +20,7 @@ import torch
 
 from checkmate.torch._compat.engine import before_accumulation, current_backward, grad_accumulators, keeps_graph
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.passes.accumulation import ACCUMULATE
+from checkmate.torch.passes.gradients import ACCUMULATE
 
 
 class Origins:

@@ -20,15 +20,14 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
-from checkmate.torch.chunking.variants import Chunks
+from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
-from checkmate.torch.passes.accumulation import accumulating
-from checkmate.torch.passes.undefined_tangents import without_tangents
+from checkmate.torch.passes.gradients import accumulating, without_tangents
 
 
 class LateGradientError(CheckmateError, RuntimeError):

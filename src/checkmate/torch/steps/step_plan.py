@@ -19,10 +19,9 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
 from checkmate.studies.larger_step import plan_of_larger, remember
-from checkmate.torch.chunking.choose import choose_chunks, with_offer
-from checkmate.torch.chunking.variants import ChunkableStep
+from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
-from checkmate.torch.joint.part import part_of
+from checkmate.torch.joint.capture import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.profiler import announce_measurements
 from checkmate.torch.measure.resident import within_room

@@ -10,39 +10,71 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.sharding import LibraryPlacement, library_rules
-from checkmate.torch.chunking.rules.op_call import OpCall, op_call, thaw
-from checkmate.torch.chunking.rules.own_rules import OWN_RULES
+from checkmate.torch._compat.sharding import Layout, LibraryPlacement, library_rules
+from checkmate.torch.chunking.rules.own_rules import OWN_RULES, OpCall
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
+from checkmate.torch.graph.op_properties import op_properties
 
 aten = torch.ops.aten
 
 
 def rules_of(node: fx.Node) -> tuple[Rule, ...]:
-    """All known ways to run the op of a node piece by piece.
+    """All known ways to run the op of a node piece by piece; none for what cannot.
 
-    Args:
-        node: A ``call_function`` node with traced tensors (``meta["val"]``) at it and at its inputs.
-
-    Returns:
-        Rules with at least one `Split`; all that are cut in a rule have the same number of elements along the axis, and no
-        dimension of one element is cut. Empty for ops that cannot be run in pieces: random ones, those with side effects,
-        higher-order ops, those with symbolic sizes, and all that no rule is known for.
+    All that is cut in a rule has the same number of elements along the axis, more than one. There is no rule for ops that draw
+    random numbers or have a side effect, for higher-order ops, for tensors that are not strided, and where a size is symbolic:
+    it may be another in the next step, or depend on data.
     """
-    call = op_call(node)
-    return () if call is None else _rules(call)
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return ()
+    properties = op_properties(node)
+    if properties.random or properties.effect or properties.pinned:
+        return ()
+    returned = node.meta.get("val")
+    returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        outputs = tuple(_frozen(value) if isinstance(value, torch.Tensor) else None for value in returned)
+        call = OpCall(node.target, _frozen(tuple(args)), tuple((k, _frozen(v)) for k, v in kwargs.items()), outputs)
+    except _UnsupportedError:
+        return ()
+    return _rules(call)
+
+
+class _UnsupportedError(Exception):
+    """A value of which no rule speaks."""
+
+
+def _frozen(value: Any) -> Any:
+    """An argument with layouts for tensors and tuples for lists, so that equal calls compare equal."""
+    if isinstance(value, torch.Tensor):
+        numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else ()
+        if value.layout is not torch.strided or not all(type(n) is int for n in numbers):
+            raise _UnsupportedError
+        return Layout.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, fx.Node, slice, dict)):
+        raise _UnsupportedError
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    """A value of `OpCall` as PyTorch's schemas have it: lists again."""
+    return [_thawed(each) for each in value] if isinstance(value, tuple) else value
 
 
 @functools.lru_cache(maxsize=1 << 14)  # layers repeat: a graph of some 1,300 ops has some 150 distinct calls
 def _rules(call: OpCall) -> tuple[Rule, ...]:
     if call.op in _EXCLUDED or all(out is None for out in call.outputs):
         return ()
-    if call.get("dropout_p"):  # a backward that draws the mask again from a seed would draw that of another position
+    if call["dropout_p"]:  # a backward that draws the mask again from a seed would draw that of another position
         return ()
     own = OWN_RULES.get(call.op)
     candidates = own(call) if own is not None else _from_library(call)
@@ -53,14 +85,13 @@ def _rules(call: OpCall) -> tuple[Rule, ...]:
 
 
 def _from_library(call: OpCall) -> Iterator[Rule]:
-    op, args, kwargs = _SAME_AS.get(call.op, call.op), tuple(map(thaw, call.args)), {k: thaw(v) for k, v in call.kwargs}
+    op, args, kwargs = _SAME_AS.get(call.op, call.op), tuple(map(_thawed, call.args)), {k: _thawed(v) for k, v in call.kwargs}
     for placements in library_rules(op, args, kwargs, len(call.outputs)):
         outputs, inputs = placements[: len(call.outputs)], placements[len(call.outputs) :]
         if "sum" in inputs or None in inputs:
             continue
-        returned: list[Placement | None] = [
-            None if value is None else _placement(p) for value, p in zip(call.outputs, outputs, strict=False)
-        ]
+        pairs = zip(call.outputs, outputs, strict=False)
+        returned: list[Placement | None] = [None if value is None else _placement(p) for value, p in pairs]
         yield Rule(tuple(returned), tuple(p for p in map(_placement, inputs) if p is not None))
 
 
@@ -90,30 +121,23 @@ def _holds_for(rule: Rule, call: OpCall) -> bool:
 
 def _contiguous(rule: Rule, call: OpCall) -> bool:
     """Whether slices of contiguous inputs are contiguous themselves."""
-    tensors = [tensor for _, tensor in call.inputs]
-    return all(
-        math.prod(tensor.shape[: placement.dims[0]]) == 1
-        for tensor, placement in zip(tensors, rule.inputs, strict=True)
-        if isinstance(placement, Split)
-    )
+    pairs = zip((tensor for _, tensor in call.inputs), rule.inputs, strict=True)
+    return all(math.prod(tensor.shape[: p.dims[0]]) == 1 for tensor, p in pairs if isinstance(p, Split))
 
 
 def _both(first: Rule, second: Rule) -> Rule | None:
     """The rule of a cut along two neighbouring dimensions, from the rules of each, where these agree operand by operand."""
-    pairs = list(zip((*first.outputs, *first.inputs), (*second.outputs, *second.inputs), strict=True))
-    if not all(_agree(one, other) for one, other in pairs):
-        return None
-    joined: list[Placement | None] = [
-        Split((*one.dims, *other.dims)) if isinstance(one, Split) and isinstance(other, Split) else one for one, other in pairs
-    ]
-    inputs: list[Placement] = [placement for placement in joined[len(first.outputs) :] if placement is not None]
-    return Rule(tuple(joined[: len(first.outputs)]), tuple(inputs))
-
-
-def _agree(one: Placement | None, other: Placement | None) -> bool:
-    if isinstance(one, Split) and isinstance(other, Split):
-        return len(one.dims) == len(other.dims) == 1 and other.dims[0] == one.dims[0] + 1
-    return one == other
+    joined: list[Any] = []
+    for one, other in zip((*first.outputs, *first.inputs), (*second.outputs, *second.inputs), strict=True):
+        if isinstance(one, Split) and isinstance(other, Split):
+            if not (len(one.dims) == len(other.dims) == 1 and other.dims[0] == one.dims[0] + 1):
+                return None
+            joined.append(Split((*one.dims, *other.dims)))
+        elif one != other:
+            return None
+        else:
+            joined.append(one)
+    return Rule(tuple(joined[: len(first.outputs)]), tuple(joined[len(first.outputs) :]))
 
 
 _SAME_AS: dict[object, OpOverload] = {

@@ -1,94 +1,239 @@
-"""Rules of single ops that torch's library lacks, or that hold for shards on devices but not for slices in time."""
+"""Rules of single ops that torch's library lacks, or that hold for shards on devices but not for slices in time.
+
+Each function of this module gives candidates: `checkmate.torch.chunking.rules.lookup` drops those that cut a dimension of one
+element or dimensions of different lengths, and adds the cuts of two neighbouring dimensions at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.rules import rule_families as families
-from checkmate.torch.chunking.rules.op_call import OpCall
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
-from checkmate.torch.chunking.rules.rule_families import OwnRules
 
 aten = torch.ops.aten
 
 
-def nll_loss(call: OpCall) -> Iterator[Rule]:
-    """The loss of rows; torch's rule for the mean claims an average of averages, which is wrong where targets are ignored."""
-    # The second output is the sum of weights, which is 0 without a reduction.
-    for d in _places_of_targets(call):
-        if call["reduction"] == 0:
-            yield call.rule(0 if d == 0 else d - 1, WHOLE, self=d, target=0 if d == 0 else d - 1)
-        elif call["reduction"] == 2:
-            yield call.rule(SUM, SUM, self=d, target=0 if d == 0 else d - 1)
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """An op and what it is called with: a `Layout` for each tensor and tuples for lists."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[Layout | None, ...]  # None for what is no tensor
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by its name in the op's schema, or its default; None if the op has no such argument."""
+        given = dict(self.kwargs)
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                return self.args[position] if position < len(self.args) else given.get(name, argument.default_value)
+        return None
+
+    @property
+    def inputs(self) -> list[tuple[str, Layout]]:
+        """The tensors among the arguments, in the order of `torch.utils._pytree`, with the names of the arguments."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        # Arguments after the named ones do not exist: only operators with keyword arguments have more.
+        arguments = [*zip(names, self.args, strict=False), *self.kwargs]
+        return [(name, tensor) for name, value in arguments for tensor in _tensors(value)]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the first input and the first output."""
+        first = self.outputs[0]
+        assert first is not None
+        return self.inputs[0][1].shape, first.shape
+
+    def rule(self, /, *outputs: Placement | int, **inputs: Placement | int | None) -> Rule:
+        """A rule for this call; a number means that this dimension is cut, and tensors that are not named are read whole."""
+        pairs = zip(self.outputs, outputs, strict=True)
+        returned: tuple[Placement | None, ...] = tuple(None if out is None else _placement(p) for out, p in pairs)
+        return Rule(returned, tuple(_placement(inputs.get(name, WHOLE)) for name, _ in self.inputs))
 
 
-def nll_loss_backward(call: OpCall) -> Iterator[Rule]:
-    """The gradient of rows; what it is divided by is an input."""
-    for d in _places_of_targets(call):
-        target = 0 if d == 0 else d - 1
-        yield call.rule(d, grad_output=target if call["reduction"] == 0 else WHOLE, self=d, target=target)
+def _tensors(value: Any) -> list[Layout]:
+    if isinstance(value, tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, Layout) else []
 
 
-def _places_of_targets(call: OpCall) -> list[int]:
-    """Dimensions of the scores other than that of the classes, which is the second; one row alone has none."""
+def _placement(given: Placement | int | None) -> Placement:
+    if given is None:
+        return WHOLE
+    return Split((given,)) if isinstance(given, int) else given
+
+
+OwnRules: TypeAlias = Callable[[OpCall], Iterator[Rule]]
+"""From a call to candidates for its rules."""
+
+
+def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> OwnRules:
+    """Rules of ops of which a dimension of all inputs becomes one of all outputs; ``pairs`` gives the one and the other."""
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        for before, after in pairs(call):
+            outputs = tuple(None if out is None else Split((after,)) for out in call.outputs)
+            yield Rule(outputs, (Split((before,)),) * len(call.inputs))
+
+    return rules
+
+
+def _but_last(count: int) -> OwnRules:
+    """Ops on the last dimensions, such as the pixels of images: those before can be cut."""
+    return _dimensions(lambda call: ((d, d) for d in range(len(call.shapes[0]) - count)))
+
+
+@_dimensions
+def _along(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Ops along one dimension, which leave the others as they are."""
+    rank = len(call.shapes[0])
+    return ((d, d) for d in range(rank) if d != call["dim"] % rank)
+
+
+@_dimensions
+def _permuted(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Transpositions."""
+    rank = len(call.shapes[0])
+    order = list(range(rank))
+    if call.op is aten.permute.default:
+        order = [d % rank for d in call["dims"]]
+    elif rank > 1:
+        a, b = (0, 1) if call.op is aten.t.default else (call["dim0"] % rank, call["dim1"] % rank)
+        order[a], order[b] = order[b], order[a]
+    return ((before, after) for after, before in enumerate(order))
+
+
+@_dimensions
+def _squeezed(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Dimensions of one element vanish; longer ones that are named too cannot be cut, as a piece may have one element."""
+    shape, given = call.shapes[0], call["dim"]
+    named = {d % len(shape) for d in (given if isinstance(given, tuple) else (given,))} if shape else set[int]()
+    kept = [d for d in range(len(shape)) if not (d in named and shape[d] == 1)]
+    return ((before, after) for after, before in enumerate(kept) if before not in named)
+
+
+@_dimensions
+def _added(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Ops whose result has one dimension more than the inputs; torch's rules know no cut of a stack (2.13.0)."""
+    rank = len(call.shapes[1])
+    return ((before, after) for before, after in enumerate(d for d in range(rank) if d != call["dim"] % rank))
+
+
+@_dimensions
+def _removed(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Ops whose results lack dimensions of the input, and reductions whose terms cannot be added up.
+
+    Torch's rule for `logsumexp` forgets that the reduced dimensions may be kept, and so takes one dimension for the next.
+    """
+    rank, given = len(call.shapes[0]), call["dim"]
+    gone = {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,))} or set(range(rank))
+    kept = [d for d in range(rank) if d not in gone]
+    return ((before, before if call["keepdim"] else after) for after, before in enumerate(kept))
+
+
+def _view(call: OpCall) -> Iterator[Rule]:
+    """Views that keep the order of elements: dimensions with as many elements, and as many rows before them, carry over."""
+    source, result = call.shapes
+    after = {axis: dims for dims, axis in _axes(result)}
+    yield from (call.rule(Split(after[axis]), self=Split(dims)) for dims, axis in _axes(source) if axis in after)
+
+
+def _axes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    """Dimensions, and pairs of neighbours, of more than one element, with (elements before them, elements along them)."""
+    for low, high in ((d, d + n) for d in range(len(shape)) for n in (1, 2)):
+        if high <= len(shape) and all(n > 1 for n in shape[low:high]):
+            yield tuple(range(low, high)), (math.prod(shape[:low]), math.prod(shape[low:high]))
+
+
+def _expanded(call: OpCall) -> Iterator[Rule]:
+    """A dimension that is repeated needs the one element for every piece."""
+    source, result = call.shapes
+    new = len(result) - len(source)
+    for d in range(len(result)):
+        kept = d >= new and source[d - new] == result[d]
+        yield call.rule(d, self=d - new if kept else WHOLE)
+
+
+def _elementwise(call: OpCall) -> Iterator[Rule]:
+    """Every element of the results needs the elements at its place; operands of one element along a dimension are broadcast."""
+    for back in range(max((len(tensor.shape) for _, tensor in call.inputs), default=0), 0, -1):
+        outputs: tuple[Placement | None, ...] = tuple(None if out is None else _from_the_end(out, back) for out in call.outputs)
+        yield Rule(outputs, tuple(_from_the_end(tensor, back) for _, tensor in call.inputs))
+
+
+def _from_the_end(tensor: Layout | None, back: int) -> Placement:
+    d = -1 if tensor is None else len(tensor.shape) - back
+    return Split((d,)) if tensor is not None and d >= 0 and tensor.shape[d] > 1 else WHOLE
+
+
+def _loss(call: OpCall) -> Iterator[Rule]:
+    """Losses that are computed element by element, and then added up or not.
+
+    There is no rule for a mean, nor for its gradient, which the op divides by the number of elements that it is given.
+    """
+    if call["reduction"] != 1:
+        for rule in _elementwise(call):
+            yield Rule((SUM,), rule.inputs) if call.shapes[1] == () else rule
+
+
+def _filled(call: OpCall) -> Iterator[Rule]:
+    """Tensors of a constant: each piece is made with its own sizes."""
+    yield from (call.rule(d) for d in range(len(call.shapes[1])))
+
+
+def _nll_loss(call: OpCall) -> Iterator[Rule]:
+    """The loss of rows, or its gradient, which is divided by an input.
+
+    Torch's rule for the mean claims an average of averages, which is wrong where targets are ignored.
+    """
     rank = len(call["self"].shape)
-    return [d for d in range(rank) if d != 1] if rank > 1 else []
+    for d in (0, *range(2, rank)) if rank > 1 else ():  # the classes are the second dimension, and one row alone has none
+        target = max(0, d - 1)
+        if call["grad_output"] is not None:
+            yield call.rule(d, grad_output=target if call["reduction"] == 0 else WHOLE, self=d, target=target)
+        elif call["reduction"] == 0:  # the second output is the sum of weights, which is 0 without a reduction
+            yield call.rule(target, WHOLE, self=d, target=target)
+        elif call["reduction"] == 2:
+            yield call.rule(SUM, SUM, self=d, target=target)
 
 
-def embedding(call: OpCall) -> Iterator[Rule]:
-    """Tokens need the whole table; columns of the result need columns of the table."""
-    rank = len(call["indices"].shape)
-    yield from (call.rule(d, indices=d) for d in range(rank))
-    yield call.rule(rank, weight=1)
+def _embedding(call: OpCall) -> Iterator[Rule]:
+    """Tokens need the whole table, and are summed over in its gradient, unless their frequencies scale the sum.
+
+    Columns of the result need columns of the table.
+    """
+    rank, backward = len(call["indices"].shape), call["grad_output"] is not None
+    yield call.rule(1 if backward else rank, weight=1, grad_output=rank)
+    if not (backward and call["scale_grad_by_freq"]):
+        yield from (call.rule(SUM if backward else d, grad_output=d, indices=d) for d in range(rank))
 
 
-def embedding_backward(call: OpCall) -> Iterator[Rule]:
-    """Tokens are summed over, unless their frequencies scale the sum; columns are independent."""
-    rank = len(call["indices"].shape)
-    yield call.rule(1, grad_output=rank)
-    if not call["scale_grad_by_freq"]:
-        yield from (call.rule(SUM, grad_output=d, indices=d) for d in range(rank))
+def _attention(call: OpCall) -> Iterator[Rule]:
+    """Attention of the CPU: examples, heads, and queries that may look at all keys, to whose gradients every query adds."""
+    # With a causal mask the first query of a piece would see the first key alone.
+    for d in _examples_and_heads(call) if call["is_causal"] else [*_examples_and_heads(call), 2]:
+        keys, summed = (WHOLE, SUM) if d == 2 else (d, d)
+        outputs = (d, d) if call["grad_out"] is None else (d, summed, summed)
+        mask = _place_in_mask(call["attn_mask"], d)
+        yield call.rule(*outputs, grad_out=d, query=d, key=keys, value=keys, out=d, logsumexp=d, attn_mask=mask)
 
 
-def attention(call: OpCall) -> Iterator[Rule]:
-    """Attention of the CPU, forward: examples, heads, and queries that may look at all keys."""
-    for d in _places_of_attention(call):
-        keys = WHOLE if d == 2 else d
-        yield call.rule(d, d, query=d, key=keys, value=keys, attn_mask=_place_in_mask(call["attn_mask"], d))
-
-
-def attention_backward(call: OpCall) -> Iterator[Rule]:
-    """Attention of the CPU, backward: every query adds to the gradients of all keys."""
-    for d in _places_of_attention(call):
-        keys = WHOLE if d == 2 else d
-        summed = SUM if d == 2 else d
-        yield call.rule(
-            d, summed, summed,
-            grad_out=d, query=d, key=keys, value=keys, out=d, logsumexp=d, attn_mask=_place_in_mask(call["attn_mask"], d),
-        )  # fmt: skip
-
-
-def attention_on_cuda(call: OpCall) -> Iterator[Rule]:
+def _attention_on_cuda(call: OpCall) -> Iterator[Rule]:
     """Attention of CUDA, forward: examples and heads.
 
     Torch's rule returns no placement for the state of the random generator, which without dropout nothing reads.
     """
-    if call.get("return_debug_mask"):
-        return
-    for d in _examples_and_heads(call):
+    for d in () if call["return_debug_mask"] else _examples_and_heads(call):
         states: list[Placement] = [WHOLE] * (len(call.outputs) - 2)
-        yield call.rule(d, d, *states, query=d, key=d, value=d, attn_bias=_place_in_mask(call.get("attn_bias"), d))
-
-
-def _places_of_attention(call: OpCall) -> list[int]:
-    """Dimensions of (examples, heads, queries) that can be cut."""
-    # With a causal mask the first query of a piece would see the first key alone.
-    return _examples_and_heads(call) if call["is_causal"] else [*_examples_and_heads(call), 2]
+        yield call.rule(d, d, *states, query=d, key=d, value=d, attn_bias=_place_in_mask(call["attn_bias"], d))
 
 
 def _examples_and_heads(call: OpCall) -> list[int]:
@@ -97,13 +242,10 @@ def _examples_and_heads(call: OpCall) -> list[int]:
 
 
 def _place_in_mask(mask: Layout | None, d: int) -> Placement:
-    if mask is None:
-        return WHOLE
-    own = d - 4 + len(mask.shape)
-    return Split((own,)) if own >= 0 and mask.shape[own] > 1 else WHOLE
+    return _from_the_end(mask, 4 - d)
 
 
-def convolution(call: OpCall) -> Iterator[Rule]:
+def _convolution(call: OpCall) -> Iterator[Rule]:
     """Examples, and channels where all are connected or each is alone; torch cuts along pixels, with their neighbours."""
     if len(call["input"].shape) != len(call["weight"].shape):
         return
@@ -117,7 +259,7 @@ def convolution(call: OpCall) -> Iterator[Rule]:
         yield call.rule(1, input=1, weight=0, bias=0)
 
 
-def convolution_backward(call: OpCall) -> Iterator[Rule]:
+def _convolution_backward(call: OpCall) -> Iterator[Rule]:
     """As forward; the gradients of weight and bias are sums over examples."""
     if len(call["input"].shape) != len(call["weight"].shape):
         return
@@ -136,110 +278,76 @@ def _depthwise(call: OpCall) -> bool:
     return call["groups"] == weight[0] == call["input"].shape[1] and weight[1] == 1
 
 
-def group_norm(call: OpCall) -> Iterator[Rule]:
-    """Examples, each of which has its own statistics."""
-    yield call.rule(0, 0, 0, input=0)
-
-
-def group_norm_backward(call: OpCall) -> Iterator[Rule]:
-    """Examples; the gradients of weight and bias are sums over them."""
-    if call["output_mask"][0]:  # else no output tells how many examples a piece has
+def _group_norm(call: OpCall) -> Iterator[Rule]:
+    """Examples, each of which has its own statistics; the gradients of weight and bias are sums over them."""
+    mask = call["output_mask"]
+    if mask is None:
+        yield call.rule(0, 0, 0, input=0)
+    elif mask[0]:  # else no output tells how many examples a piece has
         yield call.rule(0, SUM, SUM, grad_out=0, input=0, mean=0, rstd=0)
 
 
-def batch_norm(call: OpCall) -> Iterator[Rule]:
+def _batch_norm(call: OpCall) -> Iterator[Rule]:
     """Channels; and examples where the statistics are constants, so that those of the examples are not computed."""
-    channels = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), 0)
-    if call.get("training"):
-        yield call.rule(1, 0, 0, input=1, **channels)
-    else:
+    channels = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"), 0)
+    gradient = call["grad_out"]
+    if gradient is not None or call["training"]:
+        yield call.rule(1, 0, 0, grad_out=1, input=1, **channels)
+    if gradient is None and not call["training"]:
         # The other outputs are empty on the CPU; what a piece returns in their place elsewhere is that of the whole.
         yield call.rule(0, WHOLE, WHOLE, input=0)
-
-
-def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
-    """Channels; and examples where the statistics are constants, not those of the examples."""
-    channels = dict.fromkeys(("weight", "running_mean", "running_var", "save_mean", "save_invstd"), 0)
-    yield call.rule(1, 0, 0, grad_out=1, input=1, **channels)
     # Of one example that is a slice the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
-    if not call["train"] and call["grad_out"].stride == call["input"].stride:
+    if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
 
 
-_IMAGES: Final[dict[OwnRules, tuple[OpOverload, ...]]] = {
-    families.all_but_last(1): (
-        aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
-        aten.replication_pad1d_backward.default, aten.upsample_linear1d.vec, aten.upsample_nearest1d.vec,
-        aten.view_as_real.default,
-    ),
-    families.all_but_last(2): (
-        aten.avg_pool2d_backward.default, aten.adaptive_max_pool2d_backward.default, aten.reflection_pad2d.default,
-        aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default,
-        aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.tril.default,
-        aten.triu.default,
-    ),
-    families.all_but_last(3): (
-        aten.avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default, aten.pixel_shuffle.default,
-        aten.pixel_unshuffle.default, aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec,
-    ),
-}  # fmt: skip
-
-OWN_RULES: Final[dict[OpOverload, OwnRules]] = {
-    **dict.fromkeys(
-        (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default,
-         aten.unsqueeze.default),
-        families.view,
-    ),
-    aten.expand.default: families.expand,
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), families.permute),
-    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), families.squeeze),
-    aten.unbind.int: families.removed,
-    aten.logsumexp.default: families.reduced_over,
-    aten.select_backward.default: families.added,
-    aten.stack.default: families.added,
+_TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
+    (_view, (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default,
+             aten.unsqueeze.default)),
+    (_expanded, (aten.expand.default,)),
+    (_permuted, (aten.permute.default, aten.transpose.int, aten.t.default)),
+    (_squeezed, (aten.squeeze.dim, aten.squeeze.dims)),
+    (_removed, (aten.unbind.int, aten.logsumexp.default)),
+    (_added, (aten.select_backward.default, aten.stack.default)),
     # Torch's rules take a negative dimension of cumulative sums for another one.
-    **dict.fromkeys(
-        (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-         aten.glu.default, aten.glu_backward.default),
-        families.along,
-    ),
+    (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
+              aten.glu.default, aten.glu_backward.default)),
     # Not marked as pointwise in torch, or without a rule there all the same.
-    **dict.fromkeys(
-        (aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
-         aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
-         aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
-         aten.log_sigmoid_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default,
-         aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.copy.default, aten.masked_fill.Tensor,
-         aten.floor_divide.default, aten.rsub.Tensor, aten.fill.Scalar, aten.fill.Tensor),
-        families.elementwise,
-    ),
-    **dict.fromkeys(
-        (aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
-         aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
-         aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default, aten.binary_cross_entropy.default,
-         aten.binary_cross_entropy_backward.default, aten.binary_cross_entropy_with_logits.default),
-        families.reduced,
-    ),
-    **dict.fromkeys(
-        (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), families.filled
-    ),
-    **{op: rules for rules, ops in _IMAGES.items() for op in ops},
-    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll_loss),
-    **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_loss_backward),
-    aten.embedding.default: embedding,
-    aten.embedding_dense_backward.default: embedding_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
-    **dict.fromkeys(
-        (aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-         aten._scaled_dot_product_cudnn_attention.default),
-        attention_on_cuda,
-    ),
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
-    aten.native_group_norm.default: group_norm,
-    aten.native_group_norm_backward.default: group_norm_backward,
-    **dict.fromkeys((aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default), batch_norm),
-    aten.native_batch_norm_backward.default: batch_norm_backward,
-}  # fmt: skip
+    (_elementwise, (aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
+                    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
+                    aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
+                    aten.log_sigmoid_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default,
+                    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.copy.default,
+                    aten.masked_fill.Tensor, aten.floor_divide.default, aten.rsub.Tensor, aten.fill.Scalar, aten.fill.Tensor)),
+    (_loss, (aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
+             aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
+             aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default, aten.binary_cross_entropy.default,
+             aten.binary_cross_entropy_backward.default, aten.binary_cross_entropy_with_logits.default)),
+    (_filled, (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)),
+    (_but_last(1), (aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
+                    aten.replication_pad1d_backward.default, aten.upsample_linear1d.vec, aten.upsample_nearest1d.vec,
+                    aten.view_as_real.default)),
+    (_but_last(2), (aten.avg_pool2d_backward.default, aten.adaptive_max_pool2d_backward.default,
+                    aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default, aten.replication_pad2d.default,
+                    aten.replication_pad2d_backward.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,
+                    aten.upsample_bicubic2d.vec, aten.tril.default, aten.triu.default)),
+    (_but_last(3), (aten.avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default,
+                    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.upsample_nearest3d.vec,
+                    aten.upsample_trilinear3d.vec)),
+    (_nll_loss, (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, aten.nll_loss_backward.default,
+                 aten.nll_loss2d_backward.default)),
+    (_embedding, (aten.embedding.default, aten.embedding_dense_backward.default)),
+    (_attention, (aten._scaled_dot_product_flash_attention_for_cpu.default,
+                  aten._scaled_dot_product_flash_attention_for_cpu_backward.default)),
+    (_attention_on_cuda, (aten._scaled_dot_product_flash_attention.default,
+                          aten._scaled_dot_product_efficient_attention.default,
+                          aten._scaled_dot_product_cudnn_attention.default)),
+    (_convolution, (aten.convolution.default,)),
+    (_convolution_backward, (aten.convolution_backward.default,)),
+    (_group_norm, (aten.native_group_norm.default, aten.native_group_norm_backward.default)),
+    (_batch_norm, (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default,
+                   aten.native_batch_norm_backward.default)),
+)  # fmt: skip
+
+OWN_RULES: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
 """Op to what computes its rules; torch's library is not asked for these."""

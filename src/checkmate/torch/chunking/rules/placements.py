@@ -6,28 +6,25 @@ say the same of tensors on several devices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+from checkmate.torch._compat.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A tensor is cut along dimensions: each piece of an op has one slice of it.
+    """A tensor is cut along dimensions: each piece of an op has one slice of it."""
 
-    Attributes:
-        dims: One dimension, or two neighbouring ones that are cut as if they were flattened, such as (batch, tokens).
-    """
-
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # one, or two neighbouring ones that are cut as if they were flattened, such as (batch, tokens)
 
     def length(self, shape: Sequence[int]) -> int:
-        """Elements along the axis that is cut.
-
-        Args:
-            shape: Shape of the tensor.
-        """
+        """Elements along the axis that is cut."""
         return math.prod(shape[d] for d in self.dims)
 
 
@@ -42,17 +39,85 @@ Placement: TypeAlias = Split | Literal["whole", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One way to run an op piece by piece.
+    """One way to run an op piece by piece."""
 
-    Attributes:
-        outputs: Placement of each output tensor, in order; None for an output that is not a tensor.
-        inputs: Placement of each tensor among the arguments, in the order of `torch.utils._pytree`; never `SUM`.
-    """
-
-    outputs: tuple[Placement | None, ...]
-    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]  # None for an output that is not a tensor
+    inputs: tuple[Placement, ...]  # of the tensors among the arguments, in the order of `torch.utils._pytree`; never `SUM`
 
     @property
     def sums(self) -> bool:
         """Whether an output is a sum over pieces, so that the order of additions differs from that of the whole op."""
         return SUM in self.outputs
+
+
+Slices: TypeAlias = tuple[tuple[int, int, int], ...]
+"""One piece of a tensor: (dimension, first index, number of indices) of each dimension that is cut; none for a whole tensor."""
+
+
+@functools.lru_cache(maxsize=4096)  # layers repeat
+def cuts(shape: tuple[int, ...], split: Split, count: int) -> list[Slices] | None:
+    """The pieces of a tensor along an axis, each of ``ceil(length / count)`` elements; there may be fewer than ``count``.
+
+    The elements of the axis in each piece depend on its length and on ``count`` alone. Tensors with axes of one length are
+    thus cut alike, whatever their dimensions are: the piece with rows 2 and 3 of (batch, tokens) is that with the same tokens
+    of the flattened dimension. None where a piece of two dimensions would be neither whole rows of the first nor within one row.
+
+    Examples:
+        >>> cuts((7, 3), Split((0,)), 3)
+        [((0, 0, 3),), ((0, 3, 3),), ((0, 6, 1),)]
+        >>> cuts((2, 6), Split((0, 1)), 4)
+        [((0, 0, 1), (1, 0, 3)), ((0, 0, 1), (1, 3, 3)), ((0, 1, 1), (1, 0, 3)), ((0, 1, 1), (1, 3, 3))]
+    """
+    length = split.length(shape)
+    size = -(-length // count)
+    first, second = split.dims[0], split.dims[-1]
+    row = shape[second]
+    found: list[Slices] = []
+    for start in range(0, length, size or 1):
+        n = min(size, length - start)
+        if first == second:
+            piece: Slices = ((first, start, n),)
+        elif size % row == 0:
+            piece = ((first, start // row, n // row),)
+        elif row % size == 0:
+            piece = ((first, start // row, 1), (second, start % row, n))
+        else:
+            return None
+        found.append(tuple(each for each in piece if each[2] < shape[each[0]]))
+    return found
+
+
+def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+    """A slice of a tensor."""
+    for dim, start, length in slices:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def arguments_of_piece(
+    op: OpOverload, rule: Rule, args: tuple[Any, ...], shapes: Sequence[Sequence[int] | None]
+) -> tuple[Any, ...]:
+    """Arguments of an op for one piece, given tensors that are cut: sizes among them become those of the piece.
+
+    ``shapes`` has the shape of each output of the piece, None for what is no tensor. A view may fail for the arguments, because
+    a slice need not be contiguous where the whole is: call it with traced tensors first, and leave the op whole if it raises.
+    """
+    if not any(isinstance(placement, Split) for placement in rule.outputs):
+        return args
+    changed = list(args)
+    for i, argument in enumerate(op._schema.arguments[: len(args)]):
+        first = shapes[0]
+        if argument.name in _SIZES_OF_RESULT and isinstance(args[i], (list, tuple)) and first is not None:
+            changed[i] = list(first)
+        elif argument.name == "N" and first is not None:  # the examples of a group norm
+            changed[i] = first[0]
+        elif argument.name == "bias_sizes" and args[i] is not None and shapes[2] is not None:
+            changed[i] = list(shapes[2])
+        elif argument.name == "groups" and args[i] > 1 and rule.inputs[0] == Split((1,)):
+            # Channels of several groups are cut only where each is a group by itself.
+            changed[i] = next(shape[d] for shape, d in zip(shapes, (1, 0, 0), strict=False) if shape is not None)
+    return tuple(changed)
+
+
+_SIZES_OF_RESULT = ("size", "shape", "input_size", "input_sizes")
+"""Arguments that are the shape of the first output, such as those of views and of the backward of a slice."""

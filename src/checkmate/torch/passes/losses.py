@@ -1,4 +1,4 @@
-"""Rewrites of losses that allow their inputs to be made and used piece by piece. Results are bitwise the same.
+"""Rewrites of losses that allow their inputs to be made and used piece by piece, and the storages of reduced losses.
 
 ``nll_loss`` reads the log-probabilities of all tokens and returns one number, and its gradient depends on the number of
 targets. Rewritten, it picks one log-probability for each token, and the same kernel sums up the picks: the order of the
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.torch.graph.retrace import retraced
+from checkmate.torch.graph.storages import concrete
+from checkmate.torch.graph.traced import retraced
 
 aten = torch.ops.aten
 _NLL = aten.nll_loss_forward.default
@@ -25,25 +26,16 @@ _NONE = 0  # at::Reduction::None
 
 
 def pick_before_reducing(graph: fx.Graph) -> None:
-    """Let each ``nll_loss`` with unweighted classes pick per token first and reduce after.
-
-    Args:
-        graph: A joint graph; changed in place.
-    """
+    """Let each ``nll_loss`` with unweighted classes pick per token first and reduce after, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
-        _forget_unread_total(graph, node)
+        if node.args[4] == _NONE:  # it ignores the total weight, and need not wait for that of all tokens
+            total = node.args[6].meta["val"]  # type: ignore[union-attr]
+            with graph.inserting_before(node):
+                node.update_arg(6, _caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
     for node in graph.find_nodes(op="call_function", target=_NLL):
         log_p, target, weight, reduction, ignore = node.args
         if reduction != _NONE and weight is None and log_p.meta["val"].dim() == 2:
             _pick(graph, node, log_p, target, reduction, ignore)
-
-
-def _forget_unread_total(graph: fx.Graph, node: fx.Node) -> None:
-    """Let the gradient of an ``nll_loss`` per token, which ignores the total weight, not wait for that of all tokens."""
-    if node.args[4] == _NONE:
-        total = node.args[6].meta["val"]  # type: ignore[union-attr]
-        with graph.inserting_before(node):
-            node.update_arg(6, _caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
 
 
 def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduction: int, ignore: int) -> None:
@@ -66,11 +58,7 @@ def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduc
 
 
 def make_ones_without_input(graph: fx.Graph) -> None:
-    """Replace ``ones_like`` by ``full``, which reads nothing.
-
-    Args:
-        graph: A graph; changed in place.
-    """
+    """Replace ``ones_like`` by ``full``, which reads nothing, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.ones_like.default):
         made = node.meta["val"]
         if not made.is_contiguous() or not all(isinstance(n, int) for n in made.shape):
@@ -93,3 +81,19 @@ def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
         return node
 
     return call
+
+
+def correct_loss_storages(graph: fx.Graph) -> None:
+    """Give the scalar result of a reduced loss the storage that its CPU kernel allocates: one element per input element.
+
+    The kernels write the elementwise loss into the result and reduce it in place (``aten/src/ATen/native/Loss.cpp``), so that
+    the scalar keeps the larger storage alive. Fake tensors do not show this, and the plan would be short by the size of
+    the prediction. A test compares every op of torch's own op database; only these do so. The fake tensors in the metadata of the
+    graph are resized in place.
+    """
+    losses = (aten.binary_cross_entropy, aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)
+    for node in [n for loss in losses for n in graph.find_nodes(op="call_function", target=loss.default)]:
+        value = node.meta["val"]
+        size = max(concrete(n.meta["val"].numel()) for n in node.all_input_nodes) * value.element_size()
+        if concrete(value.untyped_storage().nbytes()) < size:
+            value.untyped_storage().resize_(size)

@@ -1,14 +1,36 @@
-"""Tensors of an FX graph: who makes them, who reads them, and how large they are."""
+"""Traced FX graphs: who makes and reads a tensor, how large it is; copies of graphs, and results of ops that are added to one."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Set
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import fx
 
 from checkmate.torch.graph.storages import storage_bytes
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph: new nodes, whose metadata dictionaries are shallow copies."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    return copy
+
+
+def retraced(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
+    """The result of an op for the traced values of its arguments, in their fake mode, with separate storages."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def results(module: fx.GraphModule) -> tuple[Any, ...]:
+    """The results of the graph of a module: nodes, numbers or None."""
+    return tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def producer(value: fx.Node) -> fx.Node:
@@ -54,12 +76,7 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
-    """All nodes on which some nodes depend, directly or not.
-
-    Args:
-        nodes: Those that depend on them.
-        since: The first node of the graph that is looked for; all are by default.
-    """
+    """All nodes on which some nodes depend, directly or not; of those from ``since`` on in the order of the graph."""
     found: set[fx.Node] = set()
     todo = [read for node in nodes for read in node.all_input_nodes]
     while todo:

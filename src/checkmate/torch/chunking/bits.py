@@ -1,0 +1,394 @@
+"""Whether a stage in pieces gives the bits of its whole ops, found out by running both on this device.
+
+A kernel may take another path for a slice, such as one for products of few rows. Which path it takes depends on sizes and
+strides and never on data, so that a comparison on random data at the real sizes decides: of each op by itself, because a later
+op such as a clamp can hide a difference, and piece by piece, because memory is short where ops run so. Elementwise ops are looked
+at besides, below. None of that holds for sums over pieces, whose additions have another order: there equality is luck,
+and no stage with one is tested.
+
+Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one: by another
+function where the op is transcendental. Which elements are the rest depends on sizes and strides. The two functions differ in
+the last bit, and for few numbers (``sigmoid``: one in thousands), so that equal results on random data prove nothing. A
+*witness* is a number for which they differ: an op whose operands all have that value shows by which function each element was
+computed.
+
+Verdicts are kept in a SQLite file of the user's cache folder. They hold where the same kernels run: what chooses them
+(`kernel_settings`) is in their key, and the program itself by a hash of its content.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from checkmate.core.errors import shortened
+from checkmate.core.units import format_bytes
+from checkmate.cost.database import Database, cache_folder
+from checkmate.frontend import progress
+from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
+from checkmate.torch._compat.sharding import Layout
+from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
+from checkmate.torch.chunking.regions import slices_of
+from checkmate.torch.chunking.rules.placements import Placement, Slices, Split, sliced
+from checkmate.torch.chunking.stages import Stage
+from checkmate.torch.graph.kernel_settings import kernel_settings
+from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
+from checkmate.torch.graph.storages import same_bytes, storage_key
+from checkmate.torch.graph.traced import inputs, outputs, shape_only, size_bytes, tensor
+from checkmate.torch.measure.estimates import estimated_workspace_bytes
+from checkmate.torch.measure.profiler import workspace_bytes
+from checkmate.torch.measure.resident import beyond_bytes
+
+_log = logging.getLogger("checkmate.torch")
+
+_FILLED_AT_ONCE = 1 << 14
+"""So many numbers, which take three temporaries."""
+
+Fill: TypeAlias = Callable[[torch.Tensor], None]
+"""Fills a tensor with numbers."""
+
+_VERDICTS = Database(
+    lambda: cache_folder() / "chunked_bits.sqlite",
+    "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, same INTEGER NOT NULL)",
+    "bits of ops in pieces are compared again in every process",
+)
+
+
+def keeps_bits(op: ChunkOp) -> bool:
+    """Whether a stage in pieces returns what its whole ops return, byte for byte."""
+    program = op.program
+    if any(program.sums):
+        return False
+    key = verdict_key(program.key, tensor(op.stage.region.seed).device)
+    verdict = known_verdict(key)
+    if verdict is None:
+        with progress.shown(f"comparing the bits of {len(op.stage.new_ops)} ops in pieces"):
+            verdict = compared(op.stage)
+        if verdict is None:
+            return False  # for now: a later budget may leave the memory
+        _KNOWN[key] = verdict
+        row = key, int(verdict)
+        _VERDICTS.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", row), None)
+    return verdict
+
+
+_KNOWN: dict[str, bool] = {}
+"""Verdicts of this process; layers share one."""
+
+
+def verdict_key(program: str, device: torch.device) -> str:
+    """All on which a verdict on the program of a key depends, as a text."""
+    return f"2 {program} {kernel_settings(device)}"  # raise the number when a comparison becomes stricter
+
+
+def known_verdict(key: str) -> bool | None:
+    """The verdict on a program that was reached before, in this process or another one."""
+
+    def read(connection: sqlite3.Connection) -> object:
+        row = connection.execute("SELECT same FROM verdicts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    if key not in _KNOWN:
+        found = _VERDICTS.run(read, None)
+        if found not in (None, 0, 1):
+            _VERDICTS.disbelieve(f"a verdict of {shortened(repr(found))}")
+        elif found is not None:
+            _KNOWN[key] = bool(found)
+    return _KNOWN.get(key)
+
+
+def compared(stage: Stage) -> bool | None:
+    """The verdict on a stage; None if there is not enough memory to reach one."""
+    excess = beyond_bytes(needed_bytes(stage), tensor(stage.region.seed).device)
+    if excess:
+        _log.warning(
+            "no plan of whole ops keeps the budget: it may be exceeded by %s now, once, while the bits of ops in pieces are "
+            "compared with theirs",
+            format_bytes(excess),
+        )
+    if excess is None:
+        _log.info("not enough memory to compare the bits of %s in pieces", ", ".join(op.name for op in stage.new_ops[:4]))
+        return None
+    try:
+        pieces, graphs = pieces_of(stage)
+        single = _single_ops(stage)
+        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
+            return _same_paths(stage, pieces, graphs) and all(_equal(stage, single, *data) for data in _data_sets(stage))
+    except torch.OutOfMemoryError:
+        return None
+    except (RuntimeError, IndexError, NotChunkable):
+        return False  # random numbers are no input for every op: an index may be computed from them
+
+
+def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
+    """The results of an op that are cut, views aside, with how they are."""
+    if makes_views(op):
+        return {}
+    found = zip(outputs(op), stage.region.rules[op].outputs, strict=True)
+    return {value: placement for value, placement in found if value is not None and isinstance(placement, Split)}
+
+
+def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
+    """Each op that makes something that is cut, as a separate stage."""
+    found = {}
+    for op in stage.all_ops:
+        made = _cut(op, stage)
+        if made:
+            read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
+            operands = {given: None for k, given in enumerate(read) if k not in shape_only(op)}
+            only = replace(stage, new_ops=(op,), all_ops=(op,), operands=operands, results=made, copies=set())
+            found[op] = ChunkOp(only, program_for(only))
+    return found
+
+
+def needed_bytes(stage: Stage) -> int:
+    """Bytes of the whole tensors that exist at once, of one piece of what an op makes, and of its workspace or that of a piece.
+
+    Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
+    """
+    ops = stage.all_ops
+    ends = {storage_key(tensor(value)): op for op in ops for value in (*inputs(op), *filter(None, outputs(op)))}
+    live, most = dict[int, int](), 0
+    filling = 3 * _FILLED_AT_ONCE * max(tensor(value).element_size() for op in ops for value in inputs(op))
+    for op, workspace in zip(ops, workspace_bytes(ops), strict=True):
+        live.update({storage_key(tensor(value)): size_bytes(value) for value in (*inputs(op), *filter(None, outputs(op)))})
+        read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
+        workspace = max(workspace, estimated_workspace_bytes(op) // stage.region.count)
+        piece = sum(_dense_bytes(_first_piece(value, placement, stage)) for value, placement in read)
+        piece += sum(_piece_bytes(_first_piece(value, placement, stage)) for value, placement in _cut(op, stage).items())
+        made = sum(size_bytes(value) for value in outputs(op) if value is not None)
+        most = max(most, sum(live.values()) + max(piece + workspace, filling - made))
+        live = {key: size for key, size in live.items() if ends[key] is not op}
+    return most + cpu_rng_state_bytes()
+
+
+def _first_piece(value: fx.Node, placement: Placement, stage: Stage) -> torch.Tensor:
+    pieces = slices_of(value, placement, stage.region.count)
+    assert pieces is not None
+    with torch.no_grad():
+        return sliced(tensor(value), pieces[0])
+
+
+def _piece_bytes(piece: torch.Tensor) -> int:
+    """Bytes of a piece as it is returned, with the strides of a slice; and as it is made, or as two such are compared: dense."""
+    numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
+    return piece.element_size() * numbers + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
+
+
+def _dense_bytes(piece: torch.Tensor) -> int:
+    """Bytes of a dense copy of a piece; 0 where it is dense."""
+    return 0 if piece.is_contiguous() else piece.element_size() * piece.numel()
+
+
+def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
+    """How the operands are filled for each comparison: the numbers, and what all integers are if they are not random.
+
+    Few numbers differ by luck only sometimes, so that 16,384 are compared in all, in at most 32 comparisons. Sums of half
+    precision are made in float32 and mostly rounded to the same number: there a million are compared, and a third data set has
+    sums whose terms cancel, of which the rounding of float32 is left.
+    """
+    made = [value for op in stage.all_ops for value in _cut(op, stage)]
+    halves = [value for value in made if tensor(value).dtype in (torch.bfloat16, torch.float16)]
+    least, most = (1 << 20, 2048) if halves else (1 << 14, 32)
+    compared_at_once = sum(tensor(value).numel() for value in halves or made)
+    rounds = max(1, min(most, least // max(1, compared_at_once)))
+    fills = [_normal, _mixed, _cancelling] if halves else [_normal, _mixed]
+    integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
+    # A random mask of fewer than 64 elements may have one value by luck, which hides all.
+    constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=64) < 64 else []
+    return [(fill, None) for fill in fills] * rounds + constant
+
+
+def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGraph]) -> bool:
+    for index, graph in enumerate(graphs):
+        numbers = [t for t, piece in enumerate(pieces) if piece.body == index]
+        for op, call in graph.calls.items():
+            placement = stage.region.rules[op].outputs[0]
+            if not isinstance(placement, Split) or not isinstance(op.meta["val"], torch.Tensor):
+                continue
+            places = slices_of(op, placement, stage.region.count)
+            assert places is not None
+            whole, piece = (fx.map_arg(each, lambda n: n.meta["val"]) for each in ((op.args, op.kwargs), call))
+            if not _same_path(op.target, whole, piece, [places[t] for t in numbers]):  # type: ignore[arg-type]
+                return False
+    return True
+
+
+def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant: int | None) -> bool:
+    """Whether each op gives the same in pieces as whole: the ops after it are then given the same."""
+    given = {value for value, _ in stage.operands}
+    last = {value: op for op in stage.all_ops for value in inputs(op)}
+    made = dict[fx.Node, torch.Tensor]()
+    for op in stage.all_ops:
+        for value in inputs(op):
+            if value in given and value not in made:
+                made[value] = _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant)
+        # What is not given is used for its shape alone.
+        args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
+        result = op.target(*args, **kwargs)  # type: ignore[operator]
+        made.update({v: result if v is op else result[i] for i, v in enumerate(outputs(op)) if v is not None})
+        del args, kwargs, result
+        if op in single and not _same(single[op], made, given):
+            return False
+        for value in [value for value in made if last.get(value, op) is op]:
+            del made[value]  # arrays are as large as memory allows
+    return True
+
+
+def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
+    """Whether the pieces of an op are those of what it made whole; also if what ops of the same piece made is dense."""
+    made_here = [value not in given for value, _ in op.stage.operands]
+    operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
+    if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):
+        return False
+    for piece in op.program.pieces:
+        body = op.program.bodies[piece.body]
+        slices_read = [sliced(whole, slices) for whole, slices in zip(operands, piece.operands, strict=True)]
+        parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
+        strides = [torch.empty_like(read, device="meta").stride() for read in slices_read]  # of a dense copy
+        differs = any(here and read.stride() != s for here, read, s in zip(made_here, slices_read, strides, strict=True))
+        for dense in (False, True) if differs else (False,):
+            read = [each.clone() if dense and here else each for here, each in zip(made_here, slices_read, strict=True)]
+            targets = [Layout.of(part).empty() for part in parts]
+            body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
+            if not all(map(same_bytes, parts, targets)):
+                return False
+            del read, targets  # before the next are made
+    return True
+
+
+def _strides(value: torch.Tensor) -> list[int]:
+    """Strides that say where an element is: ops that read a result of other strides sum in another order."""
+    return [stride for stride, n in zip(value.stride(), value.shape, strict=True) if n > 1]
+
+
+def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> torch.Tensor:
+    made = layout.empty()
+    if layout.dtype.is_floating_point:
+        fill(made)
+    else:
+        most = 2 if layout.dtype is torch.bool else integers
+        stored = _flat_storage(made)
+        _ = stored.random_(0, most) if constant is None else stored.fill_(min(constant, most - 1))
+    return made
+
+
+def _integers(value: fx.Node, stage: Stage) -> int:
+    """How many integers can be given for an operand: 0 is a valid index of anything, and 1 where no dimension has one element.
+
+    With one index for all, every number of a row is the same, and sums of them are the same in any order.
+    """
+    todo, seen = [value], {value}
+    while todo:
+        for op in todo.pop().users:
+            if op not in stage.all_ops:
+                continue
+            if makes_views(op):
+                todo += [v for v in outputs(op) if v is not None and v not in seen]
+                seen.update(todo)
+            elif any(min(tensor(v).shape, default=1) < 2 for v in inputs(op) if v not in seen):
+                return 1
+    return 2
+
+
+def _normal(made: torch.Tensor) -> None:
+    _flat_storage(made).normal_()
+
+
+def _mixed(made: torch.Tensor) -> None:
+    """Numbers of twelve powers of ten, where a sum in another order shows at once, and zeros."""
+    for stored in _flat_storage(made).split(_FILLED_AT_ONCE):
+        exponents = torch.randint_like(stored, -6, 6)
+        # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
+        stored.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(stored, 0, 4).clamp_(max=1))
+
+
+def _cancelling(made: torch.Tensor) -> None:
+    """The second half of a random dimension is the first one again, or its negative.
+
+    In a product both terms of a pair are there with opposite signs where the operands have unequal signs and are mirrored along
+    the dimension that is summed over, as happens in one of eight rounds for two matrices.
+    """
+    _normal(made)
+    # Elements of an expanded tensor share memory, and PyTorch refuses to write to them.
+    written = made[tuple(slice(None) if stride else 0 for stride in made.stride())]
+    if written.dim() and made.untyped_storage().nbytes() >= made.element_size() * written.numel():
+        dim, sign = (int(torch.randint(n, ())) for n in (written.dim(), 2))
+        first, middle, last = written.tensor_split([(n := written.shape[dim]) // 2, n - n // 2], dim)
+        last.copy_(first).mul_(1 - 2 * sign)
+        middle.zero_()
+
+
+def _same_path(op: OpOverload, whole: Sequence[Any], piece: Sequence[Any], places: Sequence[Slices]) -> bool:
+    """Whether an op computes each element of some pieces by the function that it uses when whole; True if it is not elementwise.
+
+    ``whole`` and ``piece`` are its (arguments, keyword arguments) with traced tensors, ``places`` where the pieces with such
+    arguments are in the result.
+    """
+    if torch.Tag.pointwise not in op.tags:
+        return True
+    flat, structure = pytree.tree_flatten(whole)
+    found = witness(op, tuple(value.dtype if isinstance(value, torch.Tensor) else value for value in flat), structure)
+    if found is None:
+        return True
+    expected, got = _called(op, whole, found), _called(op, piece, found)
+    return all(torch.equal(sliced(expected, place), got) for place in places)
+
+
+def _flat_storage(value: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as one dimension; elements of an expanded tensor, which share memory, cannot be written."""
+    return value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def witness(op: OpOverload, given: tuple[Any, ...], structure: pytree.TreeSpec) -> tuple[Any, ...] | None:
+    """A number for each tensor among the arguments for which the two functions of an op differ; None if none is found.
+
+    ``given`` has the flat arguments, with a type for each tensor.
+    """
+    types = [value for value in given if isinstance(value, torch.dtype)]
+    for scale in [scale for scale in (1.0, 0.1, 8.0) for _ in range(32)]:
+        numbers = [_numbers(dtype, scale) for dtype in types]
+        in_vectors = _with(op, given, structure, numbers)
+        one_by_one = _with(op, given, structure, [torch.stack([n, n], 1)[:, 0] for n in numbers])
+        if not isinstance(in_vectors, torch.Tensor) or not in_vectors.is_floating_point():
+            return None
+        differ = (in_vectors != one_by_one) & in_vectors.isfinite() & one_by_one.isfinite()
+        if differ.any():
+            place = int(differ.nonzero()[0])
+            return tuple(n[place].item() for n in numbers)
+    return None
+
+
+def _numbers(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    made = torch.randn(4096, dtype=torch.float64) * scale  # not more: they take memory besides a step
+    return made.to(dtype) if dtype.is_floating_point else (made > 0).to(dtype)
+
+
+def _called(op: OpOverload, arguments: Sequence[Any], numbers: Sequence[Any]) -> torch.Tensor:
+    """The op on tensors of which each has one value."""
+    values = iter(numbers)
+
+    def filled(traced: torch.Tensor) -> torch.Tensor:
+        made = Layout.of(traced).empty()
+        _flat_storage(made).fill_(next(values))
+        return made
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, filled, arguments)
+    return op(*args, **kwargs)
+
+
+def _with(op: OpOverload, given: Sequence[Any], structure: pytree.TreeSpec, numbers: Sequence[torch.Tensor]) -> Any:
+    left = iter(numbers)
+    flat = [next(left) if isinstance(value, torch.dtype) else value for value in given]
+    args, kwargs = pytree.tree_unflatten(flat, structure)
+    return op(*args, **kwargs)

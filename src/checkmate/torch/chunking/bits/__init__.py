@@ -1,1 +1,0 @@
-"""Bits: whether pieces give what their whole ops give, byte for byte."""

@@ -1,0 +1,234 @@
+"""Which regions of a graph are worth running piece by piece, and in how many pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from checkmate.torch.chunking.bits import keeps_bits
+from checkmate.torch.chunking.program import ChunkOp, NotChunkable, chunk_ops_of
+from checkmate.torch.chunking.regions import Allows, Region, closed, grow
+from checkmate.torch.chunking.rules.lookup import rules_of
+from checkmate.torch.chunking.rules.placements import SUM, Split
+from checkmate.torch.chunking.stages import kept_outside, stages_of, with_private_operands
+from checkmate.torch.chunking.unit_tangent import unit_tangent_of
+from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.provenance import common_place, place_of
+from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.traced import inputs, outputs, own_bytes, producer, size_bytes, tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RegionGroup:
+    """Regions of one shape, such as the MLPs of all layers, and one way to run them. All run piece by piece or none does."""
+
+    regions: tuple[Region, ...]
+    chunk_ops: tuple[ChunkOp, ...]  # of all regions
+    saved_bytes: int  # of large tensors in one region that never exist whole
+    most_pieces: bool = True  # whether no other group has these regions in more pieces
+
+    @property
+    def place(self) -> str:
+        """Where the regions are in the model, for people."""
+        return common_place([place_of(region.rules) for region in self.regions])
+
+    @property
+    def description(self) -> str:
+        """The place of the regions, and how they run, for people."""
+        region = self.regions[0]
+        how = ", gradients ahead of the backward" if self.assumes_unit_tangent else ""
+        return f"{self.place}, {region.count} pieces of {region.piece_length:,}{how}"
+
+    @property
+    def recomputes_nothing(self) -> bool:
+        """Whether nothing that is large is computed twice: no region has to wait for what is outside of it."""
+        return all(op.stage.wave == 0 for op in self.chunk_ops)
+
+    @property
+    def assumes_unit_tangent(self) -> bool:
+        """Whether gradients are computed ahead of the backward."""
+        return any(op.stage.unit_tangent is not None for op in self.chunk_ops)
+
+    def excludes(self, other: RegionGroup) -> bool:
+        """Whether another group is another way to run the same ops, or is this one."""
+        mine, its = ({op for region in group.regions for op in region.rules} for group in (self, other))
+        return not mine.isdisjoint(its)
+
+    def is_fewer_pieces_of(self, other: RegionGroup) -> bool:
+        """Whether it runs the same ops as another group in the same way, but for the number of pieces."""
+        alike = self.assumes_unit_tangent == other.assumes_unit_tangent
+        return not self.most_pieces and alike and self.excludes(other)
+
+
+def region_groups(
+    graph: fx.Graph, allows: Allows = lambda op: True, *, exact: bool = False, recomputes_nothing: bool = False
+) -> list[RegionGroup]:
+    """The groups of regions of a joint graph, those that save most first; none for a graph with symbolic sizes.
+
+    ``exact`` leaves out regions whose results differ from those of the whole ops, on this device, in any bit, and
+    ``recomputes_nothing`` those that compute large tensors twice.
+    """
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
+        return []
+    seeds = sorted(_seeds(graph), key=size_bytes, reverse=True)
+    taken: set[fx.Node] = set()
+    worthless: set[Hashable] = set()  # layers repeat
+    found: dict[Hashable, list[RegionGroup]] = {}
+
+    def free(op: fx.Node) -> bool:
+        return op not in taken and allows(op)
+
+    for seed in seeds:
+        if size_bytes(seed) < 0.1 * size_bytes(seeds[0]):
+            break  # pieces of what is small save little
+        if producer(seed) in taken or _call(producer(seed)) in worthless:
+            continue
+        best = _best_region(graph, seed, free, exact, recomputes_nothing)
+        if best is None:
+            worthless.add(_call(producer(seed)))
+            continue
+        for way in (best, *_in_fewer_pieces(best, graph, free)):
+            found.setdefault(_signature(way), []).append(way)
+            early = None if exact else _with_unit_tangent(way, graph)
+            if early is not None:
+                found.setdefault((*_signature(way), "unit tangent"), []).append(early)
+        taken.update(best.regions[0].rules)
+    groups = [_joined(alike) for alike in found.values()]
+    groups = [group for group in groups if group.recomputes_nothing or not recomputes_nothing]
+    return sorted(groups, key=lambda group: group.saved_bytes, reverse=True)
+
+
+def _joined(alike: list[RegionGroup]) -> RegionGroup:
+    regions = tuple(region for each in alike for region in each.regions)
+    return replace(alike[0], regions=regions, chunk_ops=tuple(op for each in alike for op in each.chunk_ops))
+
+
+def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Iterator[RegionGroup]:
+    """A region with sums in half and a quarter of the pieces, where it has the same ops then.
+
+    They take more memory and less time: each piece reads and writes all of a sum and reads all of a weight, and small products
+    are slow.
+    """
+    (many,) = found.regions
+    for count in (many.count // 2, many.count // 4) if many.sums else ():
+        few = grow(many.seed, many.splits[many.seed], count, allows=allows) if count >= 4 else None
+        way = None if few is None else _as_group(closed(few, allows), graph, allows, found.saved_bytes)
+        if way is not None and way.regions[0].rules.keys() == many.rules.keys():
+            yield replace(way, most_pieces=False)
+
+
+def _with_unit_tangent(found: RegionGroup, graph: fx.Graph) -> RegionGroup | None:
+    """A region as it can run if its gradients are computed in the forward; None if they cannot be, or nothing is saved."""
+    unit_tangent = unit_tangent_of(found.regions[0], graph) if len(found.chunk_ops) > 1 else None
+    if unit_tangent is None:
+        return None
+    try:
+        ops = chunk_ops_of(found.regions[0], graph, unit_tangent)
+    except NotChunkable:
+        return None
+    return replace(found, chunk_ops=tuple(ops)) if len(ops) < len(found.chunk_ops) else None
+
+
+def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Tensors that an op allocates in the forward and could be cut."""
+    seen: set[int] = set()
+    for op in graph.nodes:
+        if op.op != "call_function" or makes_views(op):
+            continue
+        for value in outputs(op):
+            if value is not None and isinstance(value.meta.get("val"), torch.Tensor) and storage_key(tensor(value)) not in seen:
+                seen.add(storage_key(tensor(value)))
+                if all(isinstance(n, int) for n in tensor(value).shape):
+                    yield value
+
+
+def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, recomputes_nothing: bool) -> RegionGroup | None:
+    """The region around a tensor that saves most, as a separate group."""
+    op = producer(seed)
+    if not allows(op):
+        return None
+    place = outputs(op).index(seed)
+    found: list[tuple[tuple[int, bool, bool], Region]] = []
+    for split in {split for rule in rules_of(op) if isinstance(split := rule.outputs[place], Split)}:
+        region = _region(seed, split, allows, exact)
+        stages = [] if region is None else stages_of(region, graph)
+        if region is None or (recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None):
+            continue
+        if len({stage.wave for stage in stages}) <= 3:  # each makes large tensors of those before it again
+            # Sums of gradients are better than sums in the forward, whose bits the loss shows.
+            forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
+            found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
+    # Only what is looked at is traced, because that takes far longer than to find it.
+    for (saved, *_), region in sorted(found, key=lambda each: each[0], reverse=True):
+        group = _as_group(region, graph, allows, saved)
+        if group is not None and (not exact or all(map(keeps_bits, group.chunk_ops))):
+            return group
+    return None
+
+
+def _as_group(region: Region, graph: fx.Graph, allows: Allows, saved_bytes: int) -> RegionGroup | None:
+    """A region, which makes its private operands itself where it can; None if it cannot run piece by piece."""
+    wider = region if region.exact else with_private_operands(region, stages_of(region, graph), graph, allows)
+    for one in dict.fromkeys((wider, region)):
+        try:
+            return RegionGroup((one,), tuple(chunk_ops_of(one, graph)), saved_bytes)
+        except NotChunkable:
+            continue
+    return None
+
+
+def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool) -> Region | None:
+    """The region around a tensor in as many pieces as are worth it; None if it is not worth running in pieces.
+
+    The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
+    little. There are two pieces for each time that the seed is larger than that tensor: the large tensors of a piece, two or
+    three in a backward, then take about as much as what is around. Pieces of fewer than 16,384 elements take no less time. The
+    number depends on the graph alone and not on a budget, so that the order of sums is the same at every budget.
+    """
+    trial = grow(seed, split, 2, allows=allows, exact=exact)
+    if trial is None or len(trial.rules) < 2:
+        return None
+    around = _largest_around(trial)
+    if _saved_bytes(trial) < 2 * around:
+        return None
+    wanted = 2 * max(2.0, size_bytes(seed) / around)
+    most = min(32, trial.length, tensor(seed).numel() // (1 << 14))
+    count = 2
+    while count < wanted and 2 * count <= most:
+        count *= 2
+    while count > 1:
+        region = grow(seed, split, count, allows=allows, exact=exact)
+        if region is not None and len(region.rules) >= len(trial.rules):
+            return closed(region, allows)  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
+        count //= 2
+    return None
+
+
+def _largest_around(region: Region) -> int:
+    """Bytes of the largest tensor that a region reads or returns in slices, besides its seed."""
+    read = {value for op in region.rules for value in inputs(op) if producer(value) not in region.rules}
+    # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
+    own = storage_key(tensor(region.seed))
+    cut = [value for value in read | kept_outside(region) if value in region.splits and storage_key(tensor(value)) != own]
+    return max((own_bytes(value) if makes_views(producer(value)) else size_bytes(value) for value in cut), default=1)
+
+
+def _saved_bytes(region: Region) -> int:
+    """Bytes of the large tensors that the region's ops allocate and that never exist whole."""
+    returned = {storage_key(tensor(value)) for value in kept_outside(region) if not makes_views(producer(value))}
+    made = [value for op in region.rules if not makes_views(op) for value in outputs(op) if value in region.splits]
+    inside = {storage_key(tensor(value)): size_bytes(value) for value in made if value is not None}
+    return sum(size for key, size in inside.items() if size >= region.least_bytes and key not in returned)
+
+
+def _call(op: fx.Node) -> Hashable:
+    return str(op.target), tuple(tuple(tensor(v).shape) for v in (*inputs(op), *(v for v in outputs(op) if v is not None)))
+
+
+def _signature(way: RegionGroup) -> tuple[Hashable, ...]:
+    (region,) = way.regions
+    ops = tuple((str(op.target), tuple(tuple(tensor(v).shape) for v in outputs(op) if v is not None)) for op in region.rules)
+    return region.count, tuple(sorted(ops))
