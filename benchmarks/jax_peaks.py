@@ -128,7 +128,7 @@ class Compilations:
     """Counts the programs that planning compiles."""
 
     def __init__(self) -> None:
-        from checkmate.jax.measure import calibrate
+        from checkmate.jax import calibrate
         from checkmate.jax.scan import search
 
         self.count = 0
@@ -297,21 +297,21 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
 def by_model_of_layers(block: Callable[..., Any], x: Any, one: Any, length: int) -> list[dict[str, Any]]:
     """Overheads within limits of saved bytes by the model: one choice for all layers, layers that differ, the bound."""
     from checkmate.jax.arguments import Arguments, FlatFunction
-    from checkmate.jax.measure.profiler import cost_source
-    from checkmate.jax.scan.arrangements import Layers, cheapest
-    from checkmate.jax.scan.choices import Choices
-    from checkmate.jax.scan.named_block import NamedBlock
+    from checkmate.jax.profiler import cost_source
+    from checkmate.jax.scan.choices import Choices, Layers, cheapest
+    from checkmate.jax.scan.groups import Naming
 
     arguments = Arguments.of((x, one), {})
-    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(block, None), arguments), cost_source("measured"))
-    layers = Layers(choices=choices, length=length, carry_bytes=math.prod(x.shape) * x.dtype.itemsize)
+    named = Naming(block, own=False).with_names(None)
+    choices = Choices(arguments.arrays, FlatFunction(named, arguments), cost_source("measured"))
+    carry_bytes = math.prod(x.shape) * x.dtype.itemsize
+    layers, alike = (Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ) for differ in (True, False))
     least, most = (length * (layers.carry_bytes + choice.saved_bytes) for choice in (choices.front[0], choices.front[-1]))
     points: list[dict[str, Any]] = []
     for i in range(1, POINTS):
         limit = least + (most - least) * i // POINTS
         one_choice, differ = (
-            cheapest(a for family in layers.families(groups=groups).values() if (a := family(limit)) is not None)
-            for groups in (False, True)
+            cheapest(a for within in kinds.values() if (a := within(limit)) is not None) for kinds in (alike.kinds, layers.kinds)
         )
         assert one_choice is not None
         assert differ is not None

@@ -79,15 +79,13 @@ def _numbered(paths: Sequence[str]) -> list[str]:
 
 def _matching(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
     modules = dict.fromkeys(".".join(path.split(".")[: k + 1]) for path in paths for k in range(path.count(".") + 1))
+    wanted = [pattern.split(".") for pattern in patterns]
     names: list[str] = []
     for module in modules:
         parts = module.split(".")
-        for pattern in patterns:
-            wanted = pattern.split(".")
-            if len(wanted) == len(parts) and all(map(fnmatch.fnmatchcase, parts, wanted)):
-                if not any(module.startswith(f"{name}.") for name in names):
-                    names.append(module)
-                break
+        matches = any(len(p) == len(parts) and all(map(fnmatch.fnmatchcase, parts, p)) for p in wanted)
+        if matches and not any(module.startswith(f"{name}.") for name in names):
+            names.append(module)
     if not names:
         known = ", ".join(list(modules)[:8])
         raise OptionError(f"no module matches {', '.join(patterns)}", hint=f"give paths of modules of the graph, such as {known}")
