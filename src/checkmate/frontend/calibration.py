@@ -20,25 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Generic[T]):
-    """A plan that was tried. Without a plan its bytes are None, and its cost is infinite.
+    """A plan that was tried. Without a plan its bytes are None, and its cost is infinite."""
 
-    Attributes:
-        target_bytes: Live bytes within which it was planned.
-        planned_bytes: Its planned peak.
-        needed_bytes: Its peak as measured, or as a model of the allocator predicts it where it was not worth running.
-        cost: Its cost.
-        overhead: Its cost over that of keeping everything.
-        measured: Whether ``needed_bytes`` was measured.
-        outcome: The front end's own record of the trial.
-    """
-
-    target_bytes: int
-    planned_bytes: int | None
-    needed_bytes: int | None
+    target_bytes: int  # live bytes within which it was planned
+    planned_bytes: int | None  # its planned peak
+    needed_bytes: int | None  # its peak as measured, or as predicted where it was not worth running
     cost: float
-    overhead: float = 1.0
+    overhead: float = 1.0  # its cost over that of keeping everything
     measured: bool = True
-    outcome: T
+    outcome: T  # the front end's own record of the trial
 
     @classmethod
     def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T, *, measured: bool = True) -> Trial[T]:
@@ -64,14 +54,7 @@ class Trial(Generic[T]):
 
 
 class Calibration(Generic[T]):
-    """The trials of one graph.
-
-    Args:
-        limit_bytes: The most that a measured peak may be.
-        policy: Chooses targets.
-
-    Attributes:
-        trials: Trials so far, in order.
+    """The trials of one graph, in order; a measured peak may be no more than the limit.
 
     Examples:
         >>> calibration = Calibration[str](100, Offset())
@@ -104,11 +87,7 @@ class Calibration(Generic[T]):
         return min((t for t in self.trials if t.within(limit)), key=lambda t: t.cost, default=None)
 
     def refusal(self, cause: CheckmateError | None = None) -> CheckmateError:
-        """The error to raise where no trial keeps the limit; it names the smallest peak that was measured.
-
-        Args:
-            cause: Why no plan was found for the last target, if none was; it is the error itself where there was no plan at all.
-        """
+        """The error to raise if no trial keeps the limit, with the smallest peak that was measured; without a plan, its cause."""
         needs = [t.needed_bytes for t in self.trials if t.needed_bytes is not None]
         if not needs and cause is not None:
             return cause
@@ -131,16 +110,9 @@ def calibrate(
     measure: Callable[[int, Result], Trial[T | None] | None],
     hopeless: Callable[[], bool] = lambda: False,
 ) -> CheckmateError | None:
-    """Plan, measure and record until another trial is not worth its time.
+    """Plan, measure and record until another trial is not worth its time, or there is none, or no hope after one over the limit.
 
-    Args:
-        calibration: The trials, which grow.
-        replan: Makes the cheapest plan within an amount of live bytes.
-        measure: The trial of a plan that was found within a target; None ends the search.
-        hopeless: Whether to end the search after a trial that does not keep the limit.
-
-    Returns:
-        Why there was no plan within the smallest target without one; None if every target had one.
+    Measured is the plan of a target, in live bytes. Returned is why the last target without a plan had none, if there was one.
     """
     failure: CheckmateError | None = None
     while (target := calibration.next_target()) is not None:
@@ -160,18 +132,14 @@ def calibrate(
 class Offset:
     """A policy where the measured peak exceeds the planned one by a nearly constant amount, such as an allocator's free chunks.
 
-    Attributes:
-        resident_bytes: Bytes of the limit that no plan can change.
-        most_trials: The most plans that are tried. Eight bisections leave less than half a per cent of the budget undivided.
-        headroom: Share of the limit above the resident bytes to leave free: chunks fall otherwise from step to step, by up to
-            6 % in 40 steps of VGG19.
-        uses_room: Whether room that a plan leaves is used for a cheaper one.
+    It leaves free a share of the limit above the resident bytes: chunks fall otherwise from step to step, by up to 6 % in 40
+    steps of VGG19. Eight bisections leave less than half a per cent of the budget undivided.
     """
 
-    resident_bytes: int = 0
+    resident_bytes: int = 0  # of the limit, which no plan can change
     most_trials: int = 8
     headroom: float = 0.06
-    uses_room: bool = True
+    uses_room: bool = True  # whether room that a plan leaves is used for a cheaper one
 
     def aim_bytes(self, limit_bytes: int) -> int:
         """The need to aim at."""
@@ -205,15 +173,11 @@ class Offset:
 class Proportional:
     """A policy where the measured peak is about a constant multiple of the planned one, as under a compiler that fuses ops.
 
-    Attributes:
-        resident_bytes: Bytes of every peak and of the limit that no plan can change; the multiple is that of the others.
-        least_cost: Cost of keeping everything: no plan is cheaper.
-        most_trials: The most plans that are tried, since each is a compilation of seconds to a minute.
-        least_saving: Share of the cost that another trial must be able to save, once one fits; less is not worth a compilation.
+    Each trial is a compilation of seconds to a minute: there are few, and once one fits, another has to save a share of the cost.
     """
 
-    resident_bytes: int = 0
-    least_cost: int = 0
+    resident_bytes: int = 0  # of every peak and of the limit, which no plan can change; the multiple is that of the others
+    least_cost: int = 0  # of keeping everything: no plan is cheaper
     most_trials: int = 4
     least_saving: float = 0.01
 

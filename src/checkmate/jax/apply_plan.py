@@ -27,17 +27,17 @@ from checkmate.jax.graph.trace import result, trace_flat
 class PlannedProgram:
     """A plan of a captured function, ready to run: ``saved`` is what the forward leaves to the backward.
 
-    In an exact program every op stands alone, so that all plans have the same bits. Only a test omits the fences.
+    In an exact program every op stands alone, so that all plans have the same bits.
     """
 
-    def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False, fences: bool = True) -> None:
+    def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
         self.capture, self._exact = capture, exact
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._views = _views(capture)
-        self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact) if fences else set())
+        self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact))
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the captured function for its flat arguments, tangents included."""

@@ -147,7 +147,7 @@ def choose_policy(
     return RegionPolicy(
         budget_bytes=budget_bytes,
         save=save,
-        saved={region.name: tuple(region.call_of[o] for o in sorted(saved)) for region, saved in choice.items()},
+        saved={region.name: tuple(region.calls[o] for o in sorted(saved)) for region, saved in choice.items()},
         save_regions=names,
         unwrapped=tuple(region.name for region in usable if region not in choice),
         refused=tuple((region.name, region.refusal) for region in found if region.refusal),

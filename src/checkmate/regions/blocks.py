@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
@@ -35,16 +34,11 @@ class Region:
     name: str  # path of the module
     forward: tuple[int, ...]  # all of its ops in the forward; after the last one it returns
     ops: tuple[int, ...]  # those that are run again, in the order of the program
-    calls: tuple[Call, ...]  # kind and occurrence of each of these
+    calls: Mapping[int, Call]  # kind and occurrence of each of these
     modules: tuple[str, ...]  # path of the module of each, relative to the region; "" for the region's own ops
     backward: frozenset[int]  # ops that read results of the region; the first of them starts the recomputation
     needed: frozenset[int]  # values of the region that its backward reads
     refusal: str  # why the region cannot be recomputed; "" if it can
-
-    @cached_property
-    def call_of(self) -> dict[int, Call]:
-        """Kind and occurrence by op."""
-        return dict(zip(self.ops, self.calls, strict=True))
 
 
 def find_regions(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[Region, ...]:
@@ -79,15 +73,13 @@ def _numbered(paths: Sequence[str]) -> list[str]:
 
 def _matching(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
     modules = dict.fromkeys(".".join(path.split(".")[: k + 1]) for path in paths for k in range(path.count(".") + 1))
+    wanted = [pattern.split(".") for pattern in patterns]
     names: list[str] = []
     for module in modules:
         parts = module.split(".")
-        for pattern in patterns:
-            wanted = pattern.split(".")
-            if len(wanted) == len(parts) and all(map(fnmatch.fnmatchcase, parts, wanted)):
-                if not any(module.startswith(f"{name}.") for name in names):
-                    names.append(module)
-                break
+        matches = any(len(p) == len(parts) and all(map(fnmatch.fnmatchcase, parts, p)) for p in wanted)
+        if matches and not any(module.startswith(f"{name}.") for name in names):
+            names.append(module)
     if not names:
         known = ", ".join(list(modules)[:8])
         raise OptionError(f"no module matches {', '.join(patterns)}", hint=f"give paths of modules of the graph, such as {known}")
@@ -107,16 +99,17 @@ def _region(graph: Graph, name: str, inside: Sequence[str], paths: Sequence[str]
     last = max((made[v] for v in needed), default=-1)
     ops = tuple(o for o in forward if o <= last)
     seen: Counter[str] = Counter()
-    calls: list[Call] = []
-    for o in forward:
-        calls.append((graph.ops[o].kind, seen[graph.ops[o].kind]))
-        seen[graph.ops[o].kind] += 1
+    calls: dict[int, Call] = {}
+    for o in ops:
+        kind = graph.ops[o].kind
+        calls[o] = kind, seen[kind]
+        seen[kind] += 1
     once = next((graph.ops[o] for o in ops if not graph.ops[o].recomputable or graph.ops[o].clobbered_by), None)
     return Region(
         name=name,
         forward=tuple(forward),
         ops=ops,
-        calls=tuple(calls[: len(ops)]),
+        calls=calls,
         modules=tuple(paths[o].removeprefix(name).removeprefix(".") for o in ops),
         backward=frozenset(reads),
         needed=needed,

@@ -163,15 +163,11 @@ def phases_of_pair(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
 
 def _phases_of_step(trace: Trace) -> dict[int, Phase]:
     """Phase of each equation by the transformations around it: JAX's backward is a transposed function."""
-    transposed = ["transpose(" in scopes_of(equation.eqn) for equation in trace.equations]
-    if not any(transposed):
-        return {id(equation): "forward" for equation in trace.equations}
-    gradients = {v for equation, t in zip(trace.equations, transposed, strict=True) if t for v in equation.outputs}
+    late: set[int] = set()  # gradients, and what is made of them
     phases: dict[int, Phase] = {}
-    updated: set[int] = set()
-    for equation, backward in zip(trace.equations, transposed, strict=True):
-        after = any(v in gradients or v in updated for v in equation.read)
+    for equation in trace.equations:
+        backward, after = "transpose(" in scopes_of(equation.eqn), not late.isdisjoint(equation.read)
         phases[id(equation)] = "backward" if backward else "optimizer" if after else "forward"
-        if after and not backward:
-            updated.update(equation.outputs)
+        if backward or after:
+            late.update(equation.outputs)
     return phases

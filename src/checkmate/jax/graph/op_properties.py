@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -110,25 +111,19 @@ def peak_bytes(jaxpr: Any) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":
             same |= {v: same.get(w, w) for v, w in zip(eqn.outvars, eqn.invars, strict=True) if not isinstance(w, Literal)}
-    last: dict[Any, int] = {}
-    readers: dict[Any, int] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in (same.get(v, v) for v in eqn.invars if not isinstance(v, Literal)):
-            last[v] = i
-            readers[v] = readers.get(v, 0) + 1
-    for v in jaxpr.outvars:
-        if not isinstance(v, Literal):
-            last[same.get(v, v)] = len(jaxpr.eqns)
-    ends: dict[int, list[Any]] = {}
+    read = [(same.get(v, v), i) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)]
+    readers, end = Counter(v for v, _ in read), len(jaxpr.eqns)
+    last = dict(read) | {same.get(v, v): end for v in jaxpr.outvars if not isinstance(v, Literal)}
+    dying: dict[int, list[Any]] = {}
     for v, i in last.items():
-        ends.setdefault(i, []).append(v)
+        dying.setdefault(i, []).append(v)
     size: dict[Any, int] = {}
     live = peak = 0
     for i, eqn in enumerate(jaxpr.eqns):
         for v in eqn.outvars:
-            fused = eqn.primitive.name in FUSED and readers.get(v) == 1 and last[v] < len(jaxpr.eqns)
+            fused = eqn.primitive.name in FUSED and readers[v] == 1 and last[v] < end
             size[v] = 0 if fused or v in same or v not in last else type_bytes(v.aval)
             live += size[v]
         peak = max(peak, live + workspace_bytes(eqn))
-        live -= sum(size.get(v, 0) for v in ends.get(i, ()))
+        live -= sum(size.get(v, 0) for v in dying.get(i, ()))
     return peak

@@ -45,14 +45,8 @@ class Choice:
 class Choices:
     """Which of the offered names to save of a layer; all names by default. The layer is a function of flat arrays.
 
-    Attributes:
-        offered: The names to choose among.
-        total: Cost of a layer and its derivative if nothing is computed again.
-        forward: Cost of a layer without its derivative.
-        read_bytes: Bytes that JAX saves of a layer without `jax.checkpoint`: what the derivative reads.
-
-    Raises:
-        OptionError: A name is not attached in the body.
+    ``total`` is the cost of a layer and its derivative if nothing is computed again, ``forward`` that without the derivative.
+    ``read_bytes`` are saved of a layer without `jax.checkpoint`: what the derivative reads.
     """
 
     def __init__(

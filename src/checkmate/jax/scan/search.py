@@ -31,11 +31,7 @@ class Loop:
     """A loop over layers and its derivative, from the shapes and types of its carry and of what one layer is given.
 
     Layers save the same values unless they may differ, and can then be nested, though not if every equation stands alone.
-
-    Attributes:
-        naming: The body and its names.
-        layers: What the layers can save.
-        fixed_bytes: Bytes of arguments, tangents, results and gradients.
+    ``fixed_bytes`` are those of arguments, tangents, results and gradients.
     """
 
     def __init__(

@@ -42,11 +42,8 @@ class ForwardPass:
     before a given stage, and to be held from that stage on. Values that may not be computed again are never dropped.
 
     The problem's views are folded. Ops that are computed when another op needs them take no part in the segments.
-
-    Attributes:
-        ops: Forward ops in order.
-        first_backward_read: First stage outside the forward pass that reads an output of each op, or `NEVER`; for outputs that
-            are only kept, the last stage. Shape ``[op]``.
+    `first_backward_read` is the first stage outside the forward pass that reads an output of an op, or `NEVER`; for outputs
+    that are only kept, the last stage.
     """
 
     def __init__(self, problem: Problem, on_demand: frozenset[int]) -> None:

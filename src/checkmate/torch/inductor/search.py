@@ -257,7 +257,7 @@ class CalibratedSearch:
             return None
         if self.trials and self.trials[-1].within(limit):
             last = self.trials[-1].outcome
-            if last.memory.peak_bytes >= policy.aim * self._predicted(last.order):
+            if last.memory.peak_bytes >= 0.985 * self._predicted(last.order):
                 return None  # it is what was predicted, so that another search would choose the same plan
         found = self._predicted_to_fit(limit)
         if found is None or found.cost > policy.worthwhile_cost(self.trials, limit):
@@ -307,7 +307,7 @@ class CalibratedSearch:
         (at, needed), gain = known[-1], 1.0
         if len(known) > 1 and known[-2][0] != at:
             gain = (needed - known[-2][1]) / (at - known[-2][0])
-        return max(0, needed + round(max(self._policy.least_gain, min(1.0, gain)) * (predicted_bytes - at)))
+        return max(0, needed + round(max(0.25, min(1.0, gain)) * (predicted_bytes - at)))
 
     def _predicted(self, order: tuple[int, ...]) -> int:
         return predicted_peak(self.chains, order)
