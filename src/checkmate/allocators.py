@@ -7,21 +7,18 @@ differ in rounding, in the size of regions and in when a chunk is split.
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """A part of a region, with its neighbours there."""
+class Chunk(NamedTuple):
+    """A part of a region."""
 
     size: int
-    address: int  # of its first byte, counted over all regions in the order in which they were made
+    address: int  # of its first byte, counted over all regions in the order in which they were made, with a byte between two
     pool: Hashable = None  # key of its free list
-    before: Chunk | None = None
-    after: Chunk | None = None
-    used: bool = False
 
 
 @dataclass(slots=True)
@@ -31,60 +28,51 @@ class Heap:
     held: int = 0  # bytes of all regions, free chunks included
     in_use: int = 0  # bytes of the allocated chunks
     peak: int = 0  # of the bytes in use
-    # Sorted by size, then address: the first that fits is the smallest, and ties break as in both allocators.
-    _free: dict[Hashable, list[tuple[int, int, Chunk]]] = field(default_factory=dict[Hashable, list[tuple[int, int, Chunk]]])
+    # Free chunks by size, then address: the first that fits is the smallest, and ties break as in both allocators.
+    _free: dict[Hashable, list[Chunk]] = field(default_factory=dict[Hashable, list[Chunk]])
+    _starts: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by their first byte
+    _ends: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by the byte after their last
+    _next: int = 0  # address of the next region
 
     def release(self, chunk: Chunk) -> None:
-        """Free a chunk and join it with its free neighbours; it may be part of another one afterwards."""
-        chunk.used = False
+        """Free a chunk and join it with its free neighbours."""
         self.in_use -= chunk.size
-        if chunk.after is not None and not chunk.after.used:
-            self._remove(chunk.after)
-            self._join(chunk, chunk.after)
-        if chunk.before is not None and not chunk.before.used:
-            before = chunk.before
-            self._remove(before)
-            self._join(before, chunk)
-            chunk = before
+        for other in (self._starts.get(chunk.address + chunk.size), self._ends.get(chunk.address)):
+            if other is not None:
+                self._remove(other)
+                chunk = Chunk(chunk.size + other.size, min(chunk.address, other.address), chunk.pool)
         self._insert(chunk)
 
     def _smallest(self, size: int, pool: Hashable = None) -> Chunk | None:
         """Remove the smallest free chunk of at least a size from a pool; None if there is none."""
         free = self._free.setdefault(pool, [])
-        at = bisect.bisect_left(free, (size, 0))
-        return free.pop(at)[2] if at < len(free) else None
+        at = bisect_left(free, (size, 0))
+        return self._remove(free[at]) if at < len(free) else None
 
     def _extend(self, size: int, pool: Hashable = None) -> Chunk:
         """Make a region of one chunk."""
-        chunk = Chunk(size, self.held, pool)
+        chunk = Chunk(size, self._next, pool)
+        self._next += size + 1  # regions do not join
         self.held += size
         return chunk
 
     def _hand_out(self, chunk: Chunk, size: int) -> Chunk:
-        """Mark a chunk as allocated; all beyond a size is split off and free."""
+        """Mark the first bytes of a chunk as allocated, and free the others."""
         if size < chunk.size:
-            rest = Chunk(chunk.size - size, chunk.address + size, chunk.pool, chunk, chunk.after)
-            if chunk.after is not None:
-                chunk.after.before = rest
-            chunk.size, chunk.after = size, rest
-            self._insert(rest)
-        chunk.used = True
-        self.in_use += chunk.size
+            self._insert(Chunk(chunk.size - size, chunk.address + size, chunk.pool))
+        self.in_use += size
         self.peak = max(self.peak, self.in_use)
-        return chunk
-
-    def _join(self, first: Chunk, second: Chunk) -> None:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
+        return Chunk(size, chunk.address, chunk.pool)
 
     def _insert(self, chunk: Chunk) -> None:
-        bisect.insort(self._free.setdefault(chunk.pool, []), (chunk.size, chunk.address, chunk))
+        insort(self._free.setdefault(chunk.pool, []), chunk)
+        self._starts[chunk.address] = self._ends[chunk.address + chunk.size] = chunk
 
-    def _remove(self, chunk: Chunk) -> None:
+    def _remove(self, chunk: Chunk) -> Chunk:
         free = self._free[chunk.pool]
-        free.pop(bisect.bisect_left(free, (chunk.size, chunk.address)))
+        free.pop(bisect_left(free, chunk))
+        del self._starts[chunk.address], self._ends[chunk.address + chunk.size]
+        return chunk
 
 
 @dataclass(slots=True)

@@ -133,7 +133,11 @@ def load_device(name: str | os.PathLike[str] | Device) -> Device:
         return name
     text = os.fspath(name)
     if text.endswith(".json"):
-        return _from_file(Path(text))
+        try:
+            return _decoded(Path(text).read_bytes(), text)
+        except OSError as error:
+            hint = "give a device's name, or the path of a profile"
+            raise OptionError(f"{text}: {error.strerror or error}", hint=hint) from error
     known = {_plain(device.name): device for device in _shipped()}
     found = known.get(_plain(text))
     if found is None:
@@ -171,14 +175,6 @@ def _shipped() -> tuple[Device, ...]:
     folder = files("checkmate.cost") / "devices"
     found = [_decoded(entry.read_bytes(), entry.name) for entry in folder.iterdir() if entry.name.endswith(".json")]
     return tuple(sorted(found, key=lambda device: (device.kind == "cpu", device.name.casefold())))
-
-
-def _from_file(path: Path) -> Device:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}", hint="give a device's name, or the path of a profile") from error
-    return _decoded(data, os.fspath(path))
 
 
 def _decoded(data: bytes, where: str) -> Device:

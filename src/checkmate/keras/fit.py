@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import keras
 
@@ -12,8 +12,7 @@ from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
-from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
-from checkmate.solvers.session import Solver
+from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 
 if TYPE_CHECKING:
     from checkmate.keras.tensorflow_steps import PlannedTrainFunction
@@ -75,14 +74,8 @@ class PlannedFit:
         return self.model.train_function
 
 
-def fit_within(
-    model: keras.Model,
-    budget: Amount | Budget,
-    *,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
-) -> PlannedFit:
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
+def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[CommonOptions]) -> PlannedFit:
     """Let `model.fit` keep a memory budget: call it after `model.compile`, and train as before.
 
     Each shape of a batch is planned when it first comes, which takes up to the time limit; a smaller last batch is therefore
@@ -93,8 +86,9 @@ def fit_within(
         model: A compiled model on the TensorFlow backend of Keras. It can have its own `train_step`.
         budget: Largest allowed peak on the device during a step, with variables, optimizer slots and batch: ``"8GiB"``, a number
             of bytes, or a share of the whole step of the first batch, such as ``"70%"``.
+        options: The options below, by name.
         solver: A solver or its name; `checkmate.Auto` by default.
-        time_limit_s: Seconds of wall time for planning one shape of a batch, or None for no limit.
+        time_limit_s: Seconds of wall time for planning one shape of a batch, 30 by default, or None for no limit.
         plan: A plan, or its file, to run for the first shape of a batch instead of solving.
 
     Returns:
@@ -113,9 +107,9 @@ def fit_within(
         >>> len(planned.results)
         1
     """
-    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
+    planning = PlanningOptions.of(budget=budget, **options)
     _check(model, budget)
-    return PlannedFit(model, options)
+    return PlannedFit(model, planning)
 
 
 def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -> Graph:
@@ -157,11 +151,9 @@ def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
     planned = torch.compile(call, backend="checkmate", options={{"budget": {budget!r}}})
     model.call = lambda *args, **kwargs: (planned if torch.is_grad_enabled() else call)(*args, **kwargs)"""
         raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow only", hint=hint)
-    if not isinstance(model, keras.Model):
-        raise OptionError(
-            f"model={type(model).__name__} is not a keras.Model",
-            hint="pass a keras.Model; wrap layers in keras.Sequential",
-        )
+    from checkmate.tf2.models import check_environment  # imports the framework
+
+    check_environment(model)
     if not model.compiled or model.optimizer is None:
         raise OptionError(
             f"model {model.name!r} is not compiled with an optimizer, and a step applies one",
@@ -177,6 +169,3 @@ def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
             f"the class {type(model).__name__} has its own make_train_function, which fit_within would replace",
             hint="remove it and write a train_step instead, which is planned as it is",
         )
-    from checkmate.tf2.models import check_environment  # imports the framework
-
-    check_environment(model)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -48,46 +47,37 @@ class PlannedTrainFunction:
         return logs
 
     def _step(self, data: Any) -> Any:
-        batch = _Batch.of(data)
-        planned = self.steps.planned.get(batch.key)
-        if planned is None:
-            first = not self.steps.planned
-            planned = self.steps.plan(batch.key, [batch.specs], batch.flat)
-            if not first:
-                peak = format_bytes(planned.peaks.live_bytes)
-                _log.info("another shape of a batch was planned: %s, peak %s", batch.flat[0].shape, peak)
-        return self.steps.run(planned, batch.flat)
+        specs, flat = _batch(data)
+        known = len(self.steps.planned)
+        logs = self.steps([specs], flat)
+        if len(self.steps.planned) > known > 0:
+            peak = format_bytes(list(self.steps.planned.values())[-1].peaks.live_bytes)
+            _log.info("another shape of a batch was planned: %s, peak %s", flat[0].shape, peak)
+        return logs
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A batch as Keras passes it to `train_step`."""
+def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
+    """The nest of specifications of a batch as Keras passes it to `train_step`, and its tensors.
 
-    key: tuple[Any, ...]  # structure, shapes and types
-    specs: Any  # the nest with a `tf.TensorSpec` for each tensor
-    flat: list[tf.Tensor]
-
-    @classmethod
-    def of(cls, data: Any) -> Self:
-        """The batch of a nest of tensors or arrays. Labels or weights that are not there are None or an empty optional."""
-        data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
-        for leaf in tf.nest.flatten(data):
-            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-                raise OptionError(
-                    f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
-                    hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
-                )
-        leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
-        specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
-        key = (*specs, repr(tf.nest.map_structure(lambda _: 0, data)))
-        return cls(key, tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None])
+    Labels or weights that are not there are None or an empty optional.
+    """
+    data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            raise OptionError(
+                f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
+                hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
+            )
+    leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
+    specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None]
 
 
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
-    batch, source = _Batch.of(data), cost_source(costs)
-    captured = capture_trace(_trace(model, [batch.specs]), source, model.name)
-    return (with_opaque_measured(captured, batch.flat) if costs == "measured" else captured).graph
+    (specs, flat), source = _batch(data), cost_source(costs)
+    captured = capture_trace(_trace(model, [specs]), source, model.name)
+    return (with_opaque_measured(captured, flat) if costs == "measured" else captured).graph
 
 
 def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:

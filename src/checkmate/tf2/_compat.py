@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.client import device_lib
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import _pywrap_determinism
 
@@ -86,6 +86,33 @@ def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
                 traced = TraceEvent(names[event.metadata_id].name, event_stats, begin // 1000, end // 1000)
                 found.append((begin, traced))
     return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+
+def copied_op(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], name: str, attributes: Any, after: Sequence[tf.Operation]
+) -> tf.Operation:
+    """A copy of an op of another graph in the default graph, with a control edge from each of several ops.
+
+    `tf.control_dependencies` leaves out an edge from an op whose output is read. oneDNN's layout pass then fuses a convolution
+    with the bias that is added next, which the chain of a plan turns into a cycle.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    with tf.device(op.device):
+        made = graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], name=name, attrs=attributes, op_def=op.op_def)
+    made._add_control_inputs(after)
+    return made
+
+
+def run_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Outputs of an op of a graph that is run alone, on other inputs."""
+    attributes = [part for a in op.op_def.attr for part in (a.name, _types_as_numbers(op.get_attr(a.name)))]
+    return execute.execute(op.type, len(op.outputs), inputs=list(inputs), attrs=tuple(attributes), ctx=context.context())
+
+
+def _types_as_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_types_as_numbers(part) for part in value]
+    return value.as_datatype_enum if isinstance(value, tf.DType) else value
 
 
 def memory_limit_bytes(device: str) -> int | None:

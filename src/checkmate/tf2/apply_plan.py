@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
+from checkmate.tf2._compat import copied_op
 from checkmate.tf2.capture import Capture, base_tensor
 from checkmate.tf2.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
 
@@ -35,25 +35,22 @@ def build_function(capture: Capture, plan: Plan) -> Runner:
 
     The function is to be run inside `grappler_off`.
     """
-    writer = _Writer(capture)
-    for o in plan.order:
-        writer.compute(o)
-    outputs, effects = writer.finish()
-    copied = _copied_outputs(capture)
-    trace = capture.trace
-    inputs = list(trace.function.inputs)
-    arguments = trace.arguments
-    outside = list(trace.captured.values())
+    trace, copied = capture.trace, _copied_outputs(capture)
 
     def body(*batch: Any) -> list[tf.Tensor]:
         graph: Any = tf.compat.v1.get_default_graph()
-        given = [*batch, *(graph.capture(tensor) for tensor in outside)]
-        bound = {t.name: v for t, v in zip(inputs, given, strict=True) if t.op.name in writer.inputs}
-        imported = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name=IMPORTED)
-        with tf.control_dependencies(imported[len(outputs) :]):
-            return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(imported[: len(outputs)])]
+        given = [*batch, *(graph.capture(tensor) for tensor in trace.captured.values())]
+        inputs = {t.op.name: tensor for t, tensor in zip(trace.function.inputs, given, strict=True)}
+        with graph.name_scope(IMPORTED):
+            writer = _Writer(capture, inputs)
+            for o in plan.order:
+                writer.compute(o)
+            outputs = [writer.tensor(t) for t in trace.function.graph.outputs]
+        effects = [writer.latest[capture.members[o].name] for o in capture.effects]
+        with tf.control_dependencies([*effects, *writer.waits]):
+            return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(outputs)]
 
-    signature = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
+    signature = [tf.TensorSpec(t.shape, t.dtype) for t in trace.arguments]
     return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
 
 
@@ -80,61 +77,58 @@ def _copied_outputs(capture: Capture) -> set[int]:
 
 
 class _Writer:
-    """Builds the ``GraphDef`` of a plan, one computation at a time, each of which waits for the one before it."""
+    """Adds the computations of a plan to a graph, one at a time, each of which waits for the one before it."""
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-        source = capture.trace.function.graph.as_graph_def()
-        self.nodes = {node.name: node for node in source.node}
-        self.graph_def: Any = tf.compat.v1.GraphDef()
-        self.graph_def.versions.CopyFrom(source.versions)
-        self.graph_def.library.CopyFrom(source.library)
-        self.inputs: set[str] = set()
-        self.latest: dict[str, str] = {}  # op of the graph -> node of its latest computation
+    def __init__(self, capture: Capture, inputs: Mapping[str, tf.Tensor]) -> None:
+        self.capture, self.inputs = capture, inputs
+        self.latest: dict[str, tf.Operation] = {}  # op of the trace -> its latest computation; for a read, the only one
+        self.waits: list[tf.Operation] = []  # the previous computation
         self.runs: Counter[str] = Counter()
-        self.constants: set[str] = set()
-        self.reads: set[str] = set()
-        self.views: dict[tuple[str, tuple[str, ...]], str] = {}
-        self.copies: Counter[str] = Counter()  # number of views with each name
-        self.previous: str | None = None
+        self.constants: dict[str, Sequence[tf.Tensor]] = {}
+        self.unfolded: dict[Any, tf.Tensor] = {}
+        self.views: dict[tuple[Any, ...], tf.Operation] = {}
 
     def compute(self, o: int) -> None:
         """Append a computation of an op of the graph."""
         op = self.capture.members[o]
         times = self.runs[op.name]
-        name = op.name if not times else f"{op.name}{REMAT}{times}"
         self.runs[op.name] += 1
         if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
-            self._assign_in_place(op)
+            made = self._assign_in_place(op)
         else:
-            self._add(op, name, chained=True)
-        self.latest[op.name] = name
-        self.previous = name
+            made = self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
+        self.latest[op.name] = made
+        self.waits = [made]
 
-    def finish(self) -> tuple[list[str], list[str]]:
-        """Names of the tensors to return, and of the ops to wait for: the last one and those with effects."""
-        outputs = [self._tensor(t) for t in self.capture.trace.function.graph.outputs]
-        effects = [self.latest[self.capture.members[o].name] for o in self.capture.effects]
-        last = [] if self.previous is None else [self.previous]
-        return [t if ":" in t else f"{t}:0" for t in outputs], [*effects, *last]
+    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor that stands for a traced tensor at this point of the plan."""
+        op = tensor.op
+        kind = self.capture.kinds[op.name]
+        if kind == "input":
+            return self.inputs[op.name]
+        if kind == "constant":
+            return self._constant(op)[tensor.value_index]
+        if kind == "view" and op.type in IDENTITIES:
+            return self.tensor(op.inputs[tensor.value_index])
+        if kind == "view":
+            return self._view(op).outputs[tensor.value_index]
+        if kind == "read" and op.name not in self.latest and op.name not in self.capture.snapshot_reads:
+            # A variable is read at its first use: no op changes it between then and its last use.
+            self.latest[op.name] = self._add(op, op.name, chained=True)
+        return self.latest[op.name].outputs[tensor.value_index]
 
-    def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> None:
-        inputs = [self._tensor(t) for t in op.inputs]
+    def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> tf.Operation:
+        inputs = [self.tensor(t) for t in op.inputs]
         if inputs and self.capture.kinds[op.name] != "constant" and all(map(self._is_constant, op.inputs)):
-            inputs[0] = self._unfolded(inputs[0], op.inputs[0])
-        if chained:
-            inputs.extend(self._waits())
-        node = self.graph_def.node.add()
-        node.CopyFrom(self.nodes[op.name])
-        node.name = name
-        del node.input[:]
-        node.input.extend(inputs)
-        node.attr.pop("_class", None)  # asks for colocation with a node whose name may have changed
+            inputs[0] = self._not_folded(inputs[0])
+        # `_class` asks for colocation with a node whose name may have changed.
+        attributes = {key: value for key, value in op.node_def.attr.items() if key != "_class"}
         if op.type in LOOPS:
             # Up to ten iterations overlap by default, as threads happen to run: the bytes of one LSTM varied from 0.6 to 1.5 MB.
-            node.attr["parallel_iterations"].i = 1
+            attributes["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
+        return copied_op(op, inputs, name, attributes, self.waits if chained else ())
 
-    def _assign_in_place(self, op: tf.Operation) -> None:
+    def _assign_in_place(self, op: tf.Operation) -> tf.Operation:
         """Assign a variable by overwriting its current buffer.
 
         `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables
@@ -146,103 +140,42 @@ class _Writer:
         3. `AssignVariableOp` assigns the variable the buffer that it has already, or, if the variable is in copy-on-read
            mode, the copy.
         """
-        value = op.inputs[1]
-        handle, new = (self._tensor(t) for t in op.inputs)
-        dtype, count = value.dtype, value.shape.num_elements()
-        name = op.name
-        unshared = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits()], dtype=dtype)
-        read = self._node("ReadVariableOp", f"{name}__read", [handle, f"^{unshared}"], dtype=dtype)
-        row = self._const(f"{name}__row", np.array([1, count], np.int32))
-        old = self._node("Reshape", f"{name}__old", [read, row], T=dtype, Tshape=tf.int32)
-        new = self._node("Reshape", f"{name}__new", [new, row], T=dtype, Tshape=tf.int32)
-        first = self._const(f"{name}__first", np.array([0], np.int32))
-        written = self._node("InplaceUpdate", f"{name}__written", [old, first, new], T=dtype)
-        shape = self._const(f"{name}__shape", np.array(value.shape.as_list(), np.int32))
-        whole = self._node("Reshape", f"{name}__whole", [written, shape], T=dtype, Tshape=tf.int32)
-        self._node("AssignVariableOp", name, [handle, whole], dtype=dtype)
+        handle, new = (self.tensor(t) for t in op.inputs)
+        shape = op.inputs[1].shape
+        row = [1, shape.num_elements()]
+        with tf.device(op.device):
+            with tf.control_dependencies(self.waits):
+                unshared = tf.raw_ops.AssignAddVariableOp(resource=handle, value=new, name=f"{op.name}__own")
+            with tf.control_dependencies([unshared]):
+                read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=new.dtype, name=f"{op.name}__read")
+            written = tf.raw_ops.InplaceUpdate(x=tf.reshape(read, row), i=[0], v=tf.reshape(new, row), name=f"{op.name}__written")
+            return tf.raw_ops.AssignVariableOp(resource=handle, value=tf.reshape(written, shape.as_list()), name=op.name)
 
-    def _const(self, name: str, value: np.ndarray) -> str:
-        node = self.graph_def.node.add()
-        node.name, node.op = name, "Const"
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
-        node.attr["dtype"].type = node.attr["value"].tensor.dtype
-        return name
-
-    def _node(self, kind: str, name: str, inputs: list[str], **types: tf.DType) -> str:
-        node = self.graph_def.node.add()
-        node.name, node.op = name, kind
-        node.input.extend(inputs)
-        for key, dtype in types.items():
-            node.attr[key].type = dtype.as_datatype_enum
-        return name
-
-    def _waits(self) -> list[str]:
-        """Control input of a computation: the previous one."""
-        return [] if self.previous is None else [f"^{self.previous}"]
-
-    def _tensor(self, tensor: tf.Tensor) -> str:
-        """Name of the tensor that stands for a traced tensor at this point of the plan."""
-        op = tensor.op
-        kind = self.capture.kinds[op.name]
-        if kind == "input":
-            self.inputs.add(op.name)
-            name = op.name
-        elif kind == "constant":
-            values = self._constant(op)
-            if values and tensor.value_index:
-                return f"{op.name}__{tensor.value_index}"
-            name = op.name
-        elif kind == "view" and op.type in IDENTITIES:
-            return self._tensor(op.inputs[tensor.value_index])
-        elif kind == "view":
-            name = self._view(op)
-        elif kind == "read" and op.name not in self.capture.snapshot_reads:
-            name = self._read(op)
-        else:
-            name = self.latest[op.name]
-        return name if not tensor.value_index else f"{name}:{tensor.value_index}"
-
-    def _constant(self, op: tf.Operation) -> bool:
-        """Write a constant once; returns whether it became one ``Const`` node per output."""
-        values = static_shape_values(op) or []
+    def _constant(self, op: tf.Operation) -> Sequence[tf.Tensor]:
+        """Outputs of an op that is a constant: written once, as its values if shapes give them."""
         if op.name not in self.constants:
-            self.constants.add(op.name)
-            for i, value in enumerate(values):
-                self._const(f"{op.name}__{i}" if i else op.name, value)
-            if not values:
-                self._add(op, op.name)
-        return bool(values)
+            values = static_shape_values(op)
+            made = None if values is None else [tf.constant(value, name=f"{op.name}__{i}") for i, value in enumerate(values)]
+            self.constants[op.name] = self._add(op, op.name).outputs if made is None else made
+        return self.constants[op.name]
 
     def _is_constant(self, tensor: tf.Tensor) -> bool:
         return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"
 
-    def _unfolded(self, name: str, tensor: tf.Tensor) -> str:
+    def _not_folded(self, tensor: tf.Tensor) -> tf.Tensor:
         """A constant that the runtime does not fold.
 
         Constant folding (tensorflow/core/common_runtime/constant_folding.cc) computes ops with constant inputs once,
         up to 10 MiB each, and keeps the results as long as the function exists: the plan's frees would release nothing, and
         the bytes would not be counted. This pass is not part of Grappler.
         """
-        kept = f"{name.replace(':', '__')}__unfolded"
-        if kept not in self.constants:
-            self.constants.add(kept)
-            self._node("GuaranteeConst", kept, [name], T=tensor.dtype)  # marked as not optimizable; forwards its input
-        return kept
+        if tensor.ref() not in self.unfolded:  # marked as not optimizable; forwards its input
+            self.unfolded[tensor.ref()] = tf.raw_ops.GuaranteeConst(input=tensor)
+        return self.unfolded[tensor.ref()]
 
-    def _read(self, op: tf.Operation) -> str:
-        """Read a variable at its first use: no op changes it between then and its last use."""
-        if op.name not in self.reads:
-            self.reads.add(op.name)
-            self._add(op, op.name, chained=True)
-        return op.name
-
-    def _view(self, op: tf.Operation) -> str:
+    def _view(self, op: tf.Operation) -> tf.Operation:
         """A view of the latest computation of the tensor whose buffer it shares."""
-        inputs = tuple(self._tensor(t) for t in op.inputs)
-        key = (op.name, inputs)
+        key = (op.name, *(self.tensor(t).ref() for t in op.inputs))
         if key not in self.views:
-            number = self.copies[op.name]
-            self.copies[op.name] += 1
-            self.views[key] = op.name if not number else f"{op.name}__view{number}"
-            self._add(op, self.views[key])
+            self.views[key] = self._add(op, f"{op.name}__view{len(self.views)}")
         return self.views[key]

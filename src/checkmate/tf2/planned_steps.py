@@ -37,13 +37,21 @@ class PlannedSteps:
         self._trace, self._options, self._name = trace, options, name
         self._unmonitored = 0  # steps still to monitor
 
-    def plan(self, key: Hashable, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
-        """Capture, plan and write the step for a new signature, measured on the flat tensors of a batch, or on synthetic ones.
+    def __call__(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> Any:
+        """Run a step on the flat tensors of a batch, for which there is a nest of `tf.TensorSpec` for each argument.
+
+        The result is that of the traced step. The first steps are measured, and one above the budget logs a warning.
 
         Raises:
             GraphError: The step cannot be traced as one function.
-            InfeasibleBudgetError: No plan keeps the budget.
+            InfeasibleBudgetError: The batch has a new signature for which no plan keeps the budget.
         """
+        planned = self.planned.get(_key(specs)) or self.plan(specs, flat)
+        outputs = self._run_and_check_peak(planned, flat) if self._unmonitored else _run(planned, flat)
+        return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
+
+    def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
+        """Capture, plan and write the step for a new signature, measured on a flat batch, or on a synthetic one."""
         with progress.shown("tracing the step"):
             captured = with_opaque_measured(capture_trace(self._trace(specs), measured_costs, self._name), batch)
             options, graph = self._options, captured.graph
@@ -67,16 +75,8 @@ class PlannedSteps:
         if planned.measured_bytes is not None:
             # Other tensors of the process can leave other free chunks to the first training steps than calibration found.
             self._unmonitored = 4
-        self.planned[key] = planned
+        self.planned[_key(specs)] = planned
         return planned
-
-    def run(self, planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> Any:
-        """Run a planned function once on the flat tensors of a batch; the result is that of the traced step.
-
-        The first steps are measured, and one above the budget logs a warning.
-        """
-        outputs = self._run_and_check_peak(planned, flat) if self._unmonitored else _run(planned, flat)
-        return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
 
     def _run_and_check_peak(self, planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         self._unmonitored -= 1
@@ -96,3 +96,8 @@ class PlannedSteps:
 def _run(planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     with grappler_off():
         return list(planned.function(*flat))
+
+
+def _key(specs: Sequence[Any]) -> Hashable:
+    """The signature of a batch: structure, shapes and types."""
+    return repr(tf.nest.map_structure(lambda spec: 0, specs)), *tf.nest.flatten(specs)

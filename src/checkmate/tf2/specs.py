@@ -57,11 +57,6 @@ def sample_batch(specs: Sequence[Any], samples: Sequence[Any]) -> list[tf.Tensor
     return flat_batch(specs, samples)
 
 
-def specs_like(specs: Sequence[Any], flat: list[tf.Tensor]) -> Any:
-    """The specifications of a flat batch, in the structure of others."""
-    return tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat])
-
-
 def _spec(leaf: Any, name: str) -> tf.TensorSpec:
     if leaf is None:
         raise OptionError(f"{name} is None", hint=f"pass a sample batch as {name}, or its tf.TensorSpec")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 import tensorflow as tf
@@ -14,8 +14,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
-from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
-from checkmate.solvers.session import Solver
+from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.measure.calibrate import PlannedFunction
@@ -23,7 +22,7 @@ from checkmate.tf2.measure.opaque_ops import with_opaque_measured
 from checkmate.tf2.measure.profiler import cost_source
 from checkmate.tf2.models import Loss, check_model, resolve_losses, resolve_optimizer
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.specs import ARGUMENTS, flat_batch, sample_batch, specs_like, specs_of
+from checkmate.tf2.specs import ARGUMENTS, flat_batch, sample_batch, specs_of
 from checkmate.tf2.trace import trace_step
 
 _log = logging.getLogger("checkmate.tf2")
@@ -49,9 +48,8 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._specs = specs
         self._steps = PlannedSteps(lambda s: trace_step(model, losses, optimizer, s), options, model.name)
-        leaves = tf.nest.flatten(specs)
-        if all(spec.shape.is_fully_defined() for spec in leaves):
-            self._steps.plan(_key(len(specs), leaves), specs, batch)
+        if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(specs)):
+            self._steps.plan(specs, batch)
 
     @property
     def graph(self) -> Graph:
@@ -118,15 +116,15 @@ class TrainStep:
             arguments = (*arguments, sample_weight)
             specs = (*specs, *(self._specs[2:] or (specs_of(sample_weight, "sample_weight"),)))
         flat = flat_batch(specs, arguments)
-        key = _key(len(specs), flat)
-        planned = self._steps.planned.get(key)
-        if planned is None:
-            planned = self._steps.plan(key, specs_like(specs, flat), flat)
-            peak = format_bytes(planned.peaks.live_bytes)
+        known = len(self._steps.planned)
+        result = self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
+        if len(self._steps.planned) > known:
+            peak = format_bytes(list(self._steps.planned.values())[-1].peaks.live_bytes)
             _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
-        return self._steps.run(planned, flat)
+        return result
 
 
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
 def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     model: keras.Model,
     loss: Loss,
@@ -136,9 +134,7 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     *,
     sample_weight_spec: Any = None,
     budget: Amount | Budget | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
+    **options: Unpack[CommonOptions],
 ) -> TrainStep:
     """Compile a training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -157,9 +153,10 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
         budget: Largest allowed peak on the device during the step, with variables, slots and batch: ``"8GiB"``, a number of
             bytes, or a share of the whole step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything
             needs above that. None: the memory of the device.
+        options: The options below, by name.
         solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds of wall time for planning, or None for no limit: half of them for the first plan, and a quarter
-            for each further plan that calibration requests.
+        time_limit_s: Seconds of wall time for planning, 30 by default, or None for no limit: half of them for the first plan,
+            and a quarter for each further plan that calibration requests.
         plan: A plan, or its file, to run instead of solving; it is not measured.
 
     Returns:
@@ -182,11 +179,11 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
         (TensorShape([3, 2]), 1.0)
     """
     check_model(model)
-    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
+    planning = PlanningOptions.of(budget=budget, **options)
     samples = (input_spec, label_spec) if sample_weight_spec is None else (input_spec, label_spec, sample_weight_spec)
     specs = tuple(specs_of(sample, name) for sample, name in zip(samples, ARGUMENTS, strict=False))
     batch = sample_batch(specs, samples)
-    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, options)
+    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, planning)
 
 
 def capture(
@@ -217,8 +214,3 @@ def capture(
     trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
     captured = capture_trace(trace, source, model.name)
     return (with_opaque_measured(captured) if costs == "measured" else captured).graph
-
-
-def _key(arguments: int, tensors: Any) -> tuple[Any, ...]:
-    """Number of arguments, and shapes and types of the flat batch."""
-    return arguments, *((tuple(t.shape), t.dtype.name) for t in tensors)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.frontend import progress
+from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.solve import unit_question
@@ -117,14 +117,8 @@ class _Search:
     def run(self) -> _TrialRun | None:
         """The cheapest plan that fits: with headroom where there is one, else within the budget; None if none was found."""
         trials: Calibration[_TrialRun | None] = Calibration(self.budget_bytes, self.policy)
-        while (target := trials.next_target()) is not None:
-            try:
-                trial = self._try(target, self.replan(target))
-            except (InfeasibleBudgetError, PlanNotFoundError) as error:
-                self._error, trial = error, Trial[_TrialRun | None].without_plan(target, None)
-            trials.record(trial)
-            if not trial.within(self.budget_bytes) and self._hopeless(len(trials.trials)):
-                return None
+        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(len(trials.trials)))
+        self._error = failure or self._error
         best = trials.best(self.policy.aim_bytes(self.budget_bytes)) or trials.best()
         return None if best is None else best.outcome
 

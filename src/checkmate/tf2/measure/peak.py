@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError
 from checkmate.tf2._compat import memory_limit_bytes
-
-_BUDGET_HINT = "pass a budget, such as budget='8GiB'"
 
 
 class NoStatisticsError(CheckmateError, RuntimeError):
@@ -73,19 +70,17 @@ def available_bytes(device: str) -> int:
     Raises:
         NoStatisticsError: TensorFlow reports no limit for the GPU, or the system does not report free memory.
     """
+    hint = "pass a budget, such as budget='8GiB'"
     if "GPU" in device:
         limit = memory_limit_bytes(device)
         if limit is None or not has_memory_stats(device):
-            raise NoStatisticsError(f"TensorFlow does not report the memory of {device}", hint=_BUDGET_HINT)
+            raise NoStatisticsError(f"TensorFlow does not report the memory of {device}", hint=hint)
         return max(0, limit - tf.config.experimental.get_memory_info(device)["current"])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # its MemAvailable includes page caches, which the kernel frees on demand
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    if not free:
-        raise NoStatisticsError("this system does not report how much memory is free", hint=_BUDGET_HINT)
-    return free
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        raise NoStatisticsError("this system does not report how much memory is free", hint=hint) from None
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import inspect
 import itertools
 import logging
 import time
@@ -19,7 +19,7 @@ from checkmate.cost.store import OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
-from checkmate.tf2._compat import op_determinism, trace_events
+from checkmate.tf2._compat import op_determinism, run_op, trace_events
 from checkmate.tf2.measure.peak import default_device, has_memory_stats
 from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, static_shape_values
 
@@ -61,7 +61,7 @@ def _estimate(op: tf.Operation) -> OpCost:
 
 def signature(op: tf.Operation, environment: str) -> str | None:
     """Key of an op's cost in the store: everything that its cost depends on. None if the op cannot be run alone."""
-    if op.op_def.is_stateful or op.type in OPAQUE or not hasattr(tf.raw_ops, op.type):
+    if op.op_def.is_stateful or op.type in OPAQUE:
         return None
     if any(t.dtype in (tf.resource, tf.variant) or not t.shape.is_fully_defined() for t in op.inputs):
         return None
@@ -97,54 +97,32 @@ def _digest(value: Any) -> str:
 
 def _measure(op: tf.Operation) -> OpCost | None:
     try:
-        run = _raw_op_call(op)
+        # Indices, axes and shapes must be valid for an op to run, and have their values. Other inputs are synthetic.
+        values = [_static_value(t) for t in op.inputs]
+        inputs = [_random(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+        run = functools.partial(run_op, op, inputs)
         run()
         return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
-    except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError, StopIteration) as error:
+    except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         _log.info("%s (%s) could not be measured; its time is estimated, its workspace taken as 0: %s", op.name, op.type, reason)
         return None
 
 
-def _raw_op_call(op: tf.Operation) -> Callable[[], Any]:
-    """A call of one op through `tf.raw_ops`, on synthetic inputs of the traced shapes; static inputs have their values."""
-    function = getattr(tf.raw_ops, op.type)
-    parameters = list(inspect.signature(function).parameters)
-    tensors = iter([_synthetic_input(t) for t in op.inputs])
-    known = {a.name for a in (*op.op_def.input_arg, *op.op_def.attr)}
-    renamed = iter([name for name in parameters if name not in known and name != "name"])  # such as reduction_indices, now axis
-    arguments: dict[str, Any] = {}
-    for argument in op.op_def.input_arg:
-        name = argument.name if argument.name in parameters else next(renamed)
-        if argument.number_attr:
-            arguments[name] = [next(tensors) for _ in range(op.get_attr(argument.number_attr))]
-        elif argument.type_list_attr:
-            arguments[name] = [next(tensors) for _ in op.get_attr(argument.type_list_attr)]
-        else:
-            arguments[name] = next(tensors)
-    for attribute in op.op_def.attr:
-        if attribute.name in parameters:
-            arguments[attribute.name] = op.get_attr(attribute.name)
-    return lambda: function(**arguments)
-
-
 def _static_value(tensor: tf.Tensor) -> Any:
-    """Value of a tensor that is known before the step, or None. Indices, axes and shapes must be valid for an op to run."""
+    """Value of a tensor that is known before the step, or None."""
     op = tensor.op
     known = static_shape_values(op)
     if known is not None:
         return known[tensor.value_index]
     value = tf.get_static_value(tensor)
-    runs = op.inputs and not op.op_def.is_stateful and hasattr(tf.raw_ops, op.type) and makes_constant(op)
-    if value is None and runs and all(_static_value(t) is not None for t in op.inputs):
-        return tf.nest.flatten(_raw_op_call(op)())[tensor.value_index].numpy()
-    return value
-
-
-def _synthetic_input(tensor: tf.Tensor) -> tf.Tensor:
-    """An input to measure with: the static value, else uniform random floats, else zeros."""
-    value = _static_value(tensor)
-    return _random(tensor) if value is None else tf.constant(value, tensor.dtype)
+    if value is not None or not op.inputs or op.op_def.is_stateful or not makes_constant(op):
+        return value
+    values = [_static_value(t) for t in op.inputs]
+    if any(v is None for v in values):
+        return None
+    inputs = [tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+    return run_op(op, inputs)[tensor.value_index].numpy()
 
 
 def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
