@@ -162,7 +162,9 @@ def takes_options(
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         known = {field.name: field.default for kind in checked for field in dataclasses.fields(kind)} | defaults
         more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known.get(name), annotation=hint)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=known.get(name), annotation=getattr(hint, "__forward_arg__", hint)
+            )
             for name, hint in options.__annotations__.items()
         ]
         names = [p.name for p in (*own, *more) if p.kind is not p.VAR_POSITIONAL]

@@ -55,10 +55,14 @@ class FakeAllocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reserved: int = 0, allocated: int = 0) -> None:
         self.made: list[int] = []
         self.reserved, self.allocated = reserved, allocated
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.made.append(0))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
-        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        known: dict[str, Any] = {
+            "empty_cache": lambda: self.made.append(0),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.allocated,
+            "get_allocator_backend": lambda: "native",
+        }
+        for name, value in known.items():
+            monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(allocator.torch, "empty", lambda size, **options: self.made.append(size))
 
 

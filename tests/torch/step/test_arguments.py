@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -235,6 +236,7 @@ def test_a_signature_shows_every_option_with_its_default(verb: Callable[..., Any
     """Help, documentation and editors read it."""
     parameters = inspect.signature(verb).parameters
     assert {"model", "loss", "example", "autocast"} < parameters.keys() and "options" not in parameters
+    assert all(p.default is not dataclasses.MISSING for p in parameters.values())
     options = Options() if verb in (compile, capture) else None
     for name in ("outputs", "reserve", "compiler", "time_limit_s", "mode") if options else ():
         assert name not in parameters or parameters[name].default == getattr(options, name)

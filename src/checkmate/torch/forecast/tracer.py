@@ -92,7 +92,7 @@ class DeviceTracer:
         return max(1.0, share * (self.until - time.perf_counter()), min(10.0, 0.25 * self.trace_s))
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether at least so many seconds are left."""
+        """Whether that much time is left."""
         return time.perf_counter() + seconds <= self.until
 
     def size(self, dim: int) -> int | None:

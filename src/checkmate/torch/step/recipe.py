@@ -243,9 +243,7 @@ class StepRecipe:
         optimizer = self.optimizer
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
         model: torch.nn.Module = self.model if wrapped is None else wrapped.module
-        forward = forward_program(model, self.loss, outputs=self.outputs == "held")
-        if self.autocast is not None:
-            forward = under_autocast(forward, _device_type(model, self.example), self.autocast)
+        forward = self._cast(forward_program(model, self.loss, outputs=self.outputs == "held"))
         reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
         if wrapped is not None:
             reason = "DistributedDataParallel averages gradients in hooks of the backward"
@@ -269,32 +267,32 @@ class StepRecipe:
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, which a plain loop compiles, called with the example."""
-        self._check()
-        program = model_program(self.model)
-        if self.autocast is not None:
-            program = under_autocast(program, _device_type(self.model, self.example), self.autocast)
+        program = self._cast(model_program(self.model))
         return StepSpec(program, program, lambda run: run())
+
+    def _cast(self, program: Program) -> Program:
+        """The same program under `torch.autocast`, if that is asked for."""
+        if self.autocast is None:
+            return program
+        if self.autocast not in (torch.bfloat16, torch.float16):
+            raise OptionError(
+                f"autocast={self.autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16"
+            )
+        tensors = (*self.model.parameters(), *pytree.tree_leaves(self.example))
+        device_type = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
+        return under_autocast(program, device_type, self.autocast)
 
     def _check(self) -> None:
         check_micro_batches(self.example, self.micro_batches)
         clip_norm = self.clip_norm
         if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
             raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
-        if self.autocast not in (None, torch.bfloat16, torch.float16):
-            raise OptionError(
-                f"autocast={self.autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16"
-            )
         if uses_fsdp(self.model):
             raise OptionError(
                 "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
                 hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graph of each "
                 "module",
             )
-
-
-def _device_type(model: torch.nn.Module, example: Example) -> str:
-    tensors = (*model.parameters(), *pytree.tree_leaves(example))
-    return next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
 
 
 def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:

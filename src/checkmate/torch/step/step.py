@@ -184,7 +184,7 @@ _ELSEWHERE: Mapping[str, str] = {
 """Hints for options of other functions, by their names."""
 
 
-@takes_options(StepOptions, Options, StepRecipe, elsewhere=_ELSEWHERE, dynamic=False)
+@takes_options(StepOptions, Options, StepRecipe, elsewhere=_ELSEWHERE, dynamic=False, inductor_options=None)
 def compile(  # noqa: A001 - named like torch.compile
     model: torch.nn.Module,
     loss: Loss | None = None,
