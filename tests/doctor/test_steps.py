@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkmate.doctor import Report, examine, steps
-from checkmate.doctor.steps import PATHS, Path, check_path
+from checkmate.doctor.steps import PATHS, StepPath, check_path
 from checkmate.doctor.training import Example, equal_bits, equal_up_to_rounding
 
 QUICK = {"planning_s": 0.3, "timed_steps": 1}
@@ -55,7 +55,7 @@ def hoarding(scale: int) -> Example:
 
 def test_a_planted_model_over_budget_is_found():
     """What the model takes behind the plan's back is measured, and the check fails with what to do."""
-    check = check_path(Path(name="planted", build=hoarding, **QUICK), "cpu")
+    check = check_path(StepPath(name="planted", build=hoarding, **QUICK), "cpu")
     assert check.verdict == "failed"
     assert "exceeds the budget" in check.detail
     assert "checkmate doctor --json" in check.cure
@@ -89,8 +89,8 @@ def test_rounding_is_not_a_fault_and_a_wrong_number_is():
 def test_an_examination_is_green(monkeypatch):
     """On a machine where everything holds, every check is made and none fails."""
     pieces = dataclasses.replace(next(path for path in PATHS if path.pieces), **QUICK)
-    loop, whole = (Path(name=name, build=small, **{name: True}, **QUICK) for name in ("plain", "whole"))
-    monkeypatch.setattr(steps, "PATHS", (loop, whole, pieces, Path(name="Inductor", build=small, compiler="inductor")))
+    loop, whole = (StepPath(name=name, build=small, **{name: True}, **QUICK) for name in ("plain", "whole"))
+    monkeypatch.setattr(steps, "PATHS", (loop, whole, pieces, StepPath(name="Inductor", build=small, compiler="inductor")))
     seen: list[str] = []
     report = examine("cpu", quick=True, on_check=lambda check: seen.append(check.name))
     holds(report)

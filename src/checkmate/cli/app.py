@@ -35,7 +35,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json 
     }
     if not json:
         terminal.write(script)
-    return terminal.Answer(data={"shell": shell, "script": script}, hint=f"write the script to {places[shell]}").show(json)
+    return terminal.VerbOutput(data={"shell": shell, "script": script}, hint=f"write the script to {places[shell]}").show(json)
 
 
 _VERBS = (

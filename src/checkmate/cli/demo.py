@@ -56,7 +56,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         }
         outputs.save((_page(trained, outcome).encode(), report))
     hint = "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py"
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={**outcome, "report": str(report)},
         **_text(trained, outcome),
         wrote=[report],
@@ -104,7 +104,7 @@ def _outcome(trained: Trained) -> dict[str, Any]:
 
 
 def _text(trained: Trained, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Facts, table and conclusions of the answer."""
+    """Facts, table and conclusions of the output."""
     model, planned, keep_all = trained.planned.model, trained.planned.result, trained.keep_all.result
     parameters, ops = sum(parameter.numel() for parameter in model.parameters()), len(trained.planned.graph.ops)
     rows = [

@@ -48,7 +48,7 @@ def doctor(
     rows = [_step(check) for check in report.checks if "measured_bytes" in check.figures]
     counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in _MARKS}
     told = ", ".join(f"{count} {_MARKS[verdict].lower()}" for verdict, count in counts.items() if count)
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data=report.as_json(),
         header=("<step", "budget", "planned", "measured", "reserved", "bits", "time"),
         rows=rows,
@@ -101,7 +101,7 @@ def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: 
     check_most(most, 10)
     log = _log(file)
     found = of_text(log) if log is not None else of_snapshot(read_snapshot(file, parse_bytes(limit)), device)
-    return terminal.Answer(data=_oom_data(found, file), lines=found.render(most).split("\n")).show(json)
+    return terminal.VerbOutput(data=_oom_data(found, file), lines=found.render(most).split("\n")).show(json)
 
 
 def _log(path: Path) -> str | None:
@@ -139,7 +139,7 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
     if name is not None:
         return _device(load_device(name)).show(json)
     known = [load_device(each) for each in device_names()]
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={"devices": [_profile(device) for device in known]},
         header=("<device", "memory", "float32", "tf32", "bfloat16", "traffic"),
         rows=[
@@ -156,11 +156,11 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
     ).show(json)
 
 
-def _device(device: Device) -> terminal.Answer:
+def _device(device: Device) -> terminal.VerbOutput:
     peaks = ", ".join(f"{dtype} {_tera(peak)}" for dtype, peak in device.peak_flop_per_s.items())
     rates = {"pcie_bytes_per_s": " one way", "host_out_bytes_per_s": "", "host_in_bytes_per_s": ""}
     known = {field: rate for field in rates if (rate := getattr(device, field)) is not None}
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data=_profile(device),
         facts=[
             ("device", f"{device.name}, {device.about}"),
@@ -199,7 +199,7 @@ def solvers(*, json: terminal.Json = False) -> int:
     listed = [
         (name, " ".join((kind.__doc__ or "").strip().partition("\n\n")[0].split()), kind) for name, kind in available().items()
     ]
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={"solvers": [{"name": name, "about": about, "options": _options(kind)} for name, about, kind in listed]},
         header=("<solver", "<method", "<options"),
         rows=[(name, about, ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, about, kind in listed],

@@ -60,7 +60,7 @@ def plan(
     name, gap = search.solver.lower(), format_share(search.gap)
     status = "fits" if keep_all.peak_bytes <= problem.budget_bytes else "over budget"
     check = terminal.command("verify", graph, where, "--budget", one_word(budget))
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data=_plan_data(amounts, keep_all, timeline, solved, where),
         facts=[
             ("graph", str(amounts)),
@@ -168,7 +168,7 @@ def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rule
     if timeline is not None:
         facts.append(("peak", f"{format_bytes(timeline.peak_bytes)}, at step {timeline.peak_step}"))
         facts.append(("cost", f"{amounts.cost(timeline.cost)}, {overhead or 1.0:.3f}x"))
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             "holds": not broken,
             "graph": str(graph),
@@ -187,7 +187,7 @@ def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rule
 
 
 def _verdict(violations: list[Violation], graph: Path, budget: str | None) -> dict[str, Any]:
-    """The parts of an answer on whether a plan holds."""
+    """The parts of the output on whether a plan holds."""
     if not violations:
         return {"lines": ["", "holds" if budget is None else "holds, within the budget at every step"]}
     most = 20
@@ -232,7 +232,7 @@ def min_budget(
     unproven = "the smallest possible peak lies between the floor and this one"
     cheapest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes))
     hint = f"find the cheapest plan within it with {cheapest}"
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             **amounts.data(),
             "plan": str(where),

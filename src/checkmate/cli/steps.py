@@ -91,9 +91,9 @@ def _jax_graph(target: str, found: Any) -> Graph:
         return checkmate.jax.capture(step, *arguments)
 
 
-def _captured(amounts: Amounts) -> terminal.Answer:
+def _captured(amounts: Amounts) -> terminal.VerbOutput:
     graph, path = amounts.graph, amounts.path
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             **amounts.data(),
             "ops": len(graph.ops),
@@ -187,7 +187,7 @@ def fits(
         built = targets.without_memory(target, function)
     answer = _answer(target, built, device, conditions)
     outputs.save((answer.graph, out))
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data=_fits_data(answer, out),
         facts=answer.rows(),
         lines=["", *answer.remarks],

@@ -91,12 +91,12 @@ def pareto(
     return _curve_found(amounts, search, curve, where).show(json)
 
 
-def _curve_found(amounts: Amounts, search: PointSearch, curve: Curve, where: Path) -> terminal.Answer:
+def _curve_found(amounts: Amounts, search: PointSearch, curve: Curve, where: Path) -> terminal.VerbOutput:
     solver, gap = f"{search.solver.lower()}, {search.time_limit:g} s limit a point", format_share(search.gap)
     middle = curve.points[len(curve.points) // 2].budget_bytes
     drawn = terminal.command("report", amounts.path, "PLAN", "--curve", where)
     numbers = ("budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap")
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             **amounts.data(),
             "curve": str(where),
@@ -244,12 +244,12 @@ def max_batch(
 
 def _batch_found(
     amounts: Amounts, batches: Batches, search: Search, found: MaxBatch, graph: Graph, paths: tuple[Path, Path]
-) -> terminal.Answer:
+) -> terminal.VerbOutput:
     result, proven, keep_all = found.result, found.batch == found.upper_bound, keep_all_bytes(graph)
     limit = batches.overhead()
     row = [str(found.batch), format_bytes(result.peak_bytes), f"{result.overhead:.3f}x", str(found.upper_bound)]
     exact = "this is the largest" if proven else f"none above {found.upper_bound} is possible"
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             **terminal.picked(found, "batch", "upper_bound"),
             "proven": proven,
@@ -339,7 +339,7 @@ def regions(
         )
     outputs.save((json_format.dumps(policy.as_dict(), indent=1).encode(), out))
     rows = [(name, problem.describe_budget() if name == "budget" else text) for name, text in policy.rows()]
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={**policy.as_dict(), "graph": str(graph), "out": None if out is None else str(out)},
         facts=[("graph", str(amounts)), *rows],
         wrote=[out],

@@ -86,8 +86,8 @@ class _Stream(io.TextIOBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer of a verb: one JSON object, or facts, a table and lines; the written files and a hint go to stderr."""
+class VerbOutput:
+    """The output of a verb: one JSON object, or facts, a table and lines; the written files and a hint go to stderr."""
 
     data: Mapping[str, Any]
     facts: Sequence[tuple[str, str]] = ()
@@ -99,7 +99,7 @@ class Answer:
     code: int = 0
 
     def show(self, as_json: bool) -> int:
-        """Print the answer, and return the exit code."""
+        """Print it, and return the exit code."""
         if as_json:
             emit(self.data)
             return self.code

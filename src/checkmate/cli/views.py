@@ -36,7 +36,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
     check_most(most, 10)
     amounts, steps = Amounts.of(graph), files.load_plan(plan)
     found = explanation_of(amounts.graph, steps, curve=None if curve is None else files.load(curve, Curve))
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             "graph": str(graph),
             "plan": str(plan),
@@ -66,7 +66,7 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
     check_most(most, 5)
     amounts = Amounts.of(graph)
     found = compare(amounts.graph, files.load_plan(first), files.load_plan(second))
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             "graph": str(graph),
             "plans": [str(first), str(second)],
@@ -144,7 +144,7 @@ def report(
     snapshot = b"" if exports.memory_viz is None else pickle.dumps(memory_snapshot(target, steps), protocol=4)
     outputs.save((page, out), (trace, exports.perfetto), (snapshot, exports.memory_viz))
     timeline, amounts = simulate(target, steps), Amounts(graph, target)
-    return terminal.Answer(
+    return terminal.VerbOutput(
         data={
             "report": str(out),
             "size_bytes": len(page),

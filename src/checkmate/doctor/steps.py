@@ -36,7 +36,7 @@ from checkmate.torch.steps.coordinator import COORDINATOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
+class StepPath:
     """A way from a model to a step that runs a plan."""
 
     name: str
@@ -51,16 +51,16 @@ class Path:
 
 
 PATHS: Final = (
-    Path(name="convolutions", build=convolutions, plain=True),
-    Path(name="transformer", build=transformer),
-    Path(name="whole step", build=transformer, whole=True),
-    Path(name="in pieces", build=attention_matrix, budget="60%", pieces=True),
-    Path(name="Inductor", build=transformer, compiler="inductor"),
+    StepPath(name="convolutions", build=convolutions, plain=True),
+    StepPath(name="transformer", build=transformer),
+    StepPath(name="whole step", build=transformer, whole=True),
+    StepPath(name="in pieces", build=attention_matrix, budget="60%", pieces=True),
+    StepPath(name="Inductor", build=transformer, compiler="inductor"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class Measurements:
     """Measurements of one training."""
 
     total_bytes: int  # peak while the step ran, everything included
@@ -73,7 +73,7 @@ class Ran:
     result: Result
 
 
-def check_path(path: Path, device: str) -> Check:
+def check_path(path: StepPath, device: str) -> Check:
     """A path: its peak within the budget and as planned, its bits those of keeping everything with the same compiler."""
     try:
         with deterministic():
@@ -85,7 +85,7 @@ def check_path(path: Path, device: str) -> Check:
             return _check(path, device)
 
 
-def _check(path: Path, device: str) -> Check:
+def _check(path: StepPath, device: str) -> Check:
     budget = _share_of_floor(path, device) if path.pieces else path.budget
     keep = run(path, device, None)
     try:
@@ -135,7 +135,7 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def run(path: Path, device: str, budget: str | int | None) -> Ran:
+def run(path: StepPath, device: str, budget: str | int | None) -> Measurements:
     """Train some steps, measure the next one, and time more; no budget keeps everything."""
     torch._dynamo.reset()
     COORDINATOR.forget_steps()
@@ -157,7 +157,7 @@ def run(path: Path, device: str, budget: str | int | None) -> Ran:
     graph, result = training.graph, training.result
     counted = counted_memory("allocated", torch.device("cuda", 0) if device == "cuda" else None)
     planned = result.peak_bytes if counted is None else counted(graph, result.plan)  # a GPU's own count is of blocks
-    return Ran(
+    return Measurements(
         total_bytes=total,
         reserved_bytes=reserved,
         planned_bytes=None if path.compiler == "inductor" else planned,
@@ -169,7 +169,7 @@ def run(path: Path, device: str, budget: str | int | None) -> Ran:
     )
 
 
-def _built(path: Path, device: str) -> Example:
+def _built(path: StepPath, device: str) -> Example:
     """The model of a path; on a GPU tensors have to be larger than the blocks of its allocator."""
     torch.manual_seed(0)
     example = path.build(4 if device == "cuda" else 1)
@@ -177,7 +177,7 @@ def _built(path: Path, device: str) -> Example:
     return Example(example.model.to(device), example.loss, (x.to(device), y.to(device)))
 
 
-def _share_of_floor(path: Path, device: str) -> int:
+def _share_of_floor(path: StepPath, device: str) -> int:
     """A share of the floor of the peak of every plan of whole ops, as the refusal of a budget names it."""
     example = _built(path, device)
     try:
@@ -189,7 +189,7 @@ def _share_of_floor(path: Path, device: str) -> int:
     raise AssertionError("a budget of one byte was kept")
 
 
-def _figures(path: Path, planned: Ran, keep: Ran) -> dict[str, Any]:
+def _figures(path: StepPath, planned: Measurements, keep: Measurements) -> dict[str, Any]:
     predicted = None
     if planned.reserved_bytes is not None and planned.planned_bytes is not None:
         predicted = reserved_bytes(planned.graph, planned.result.plan)

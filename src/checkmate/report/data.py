@@ -16,14 +16,14 @@ from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
 _PHASES = ("forward", "loss", "backward", "optimizer")
 
 
-class Run(NamedTuple):
+class NamedPlan(NamedTuple):
     """A plan with its name on the page and its memory."""
 
     name: str
     timeline: Timeline
 
 
-def embedded(graph: Graph, runs: Sequence[Run], budget_bytes: int | None) -> Markup:
+def embedded(graph: Graph, runs: Sequence[NamedPlan], budget_bytes: int | None) -> Markup:
     """Encode the graph and its plans as JSON that is safe inside a script element; repeated text is stored once."""
     strings: dict[str, int] = {}
 
@@ -73,7 +73,7 @@ def _code(graph: Graph, step: Step) -> int:
     return -1 - len(graph.values) - (1 + step.value if isinstance(step, Fetch) else 0)
 
 
-def _run(graph: Graph, run: Run) -> dict[str, Any]:
+def _run(graph: Graph, run: NamedPlan) -> dict[str, Any]:
     timeline, plan = run.timeline, run.timeline.plan
     made = storage_lifetimes(graph, plan)
     return {

@@ -15,7 +15,7 @@ from checkmate.core.result import Curve, Result
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.report.advice import how_to_run, next_budgets
-from checkmate.report.data import Run, embedded
+from checkmate.report.data import NamedPlan, embedded
 from checkmate.report.tables import Markup, Row, compared, computed_again, curve_table, table
 from checkmate.studies.compare import compare
 from checkmate.studies.lifetimes import CATEGORIES, by_category
@@ -91,13 +91,13 @@ def html_report(
     plans = {"keeping everything": Plan.from_order(graph, range(len(graph.ops))), "the plan": plan}
     if against is not None:
         plans["the other plan"] = against
-    runs = [Run(name, simulate(graph, each)) for name, each in plans.items()]
+    runs = [NamedPlan(name, simulate(graph, each)) for name, each in plans.items()]
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
     return _page(runs, result, curve, budget, title, text)
 
 
 def _page(
-    runs: Sequence[Run], result: Result | None, curve: Curve | None, budget: int | None, title: str, text: PageText
+    runs: Sequence[NamedPlan], result: Result | None, curve: Curve | None, budget: int | None, title: str, text: PageText
 ) -> Markup:
     kept, timeline, *others = (run.timeline for run in runs)
     graph = timeline.graph
@@ -112,7 +112,7 @@ def _page(
         title=title or _title(timeline),
         summary=text.summary or _summary(timeline, kept.peak_bytes),
         style=style,
-        facts=_facts(graph, runs, result, budget, text.facts),
+        facts=_facts(runs, result, budget, text.facts),
         legend=_legend(runs),
         charts=Markup("\n").join(_chart(index, run, budget) for index, run in enumerate(runs)),
         tabs=Markup(" ").join(_TAB.format(index, run.name) for index, run in enumerate(runs)),
@@ -156,9 +156,10 @@ def _summary(timeline: Timeline, keep_all_bytes: int) -> str:
     )
 
 
-def _facts(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> Markup:
+def _facts(runs: Sequence[NamedPlan], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> Markup:
     """Table that compares peak, cost and proven gap of the plans."""
     timelines = [run.timeline for run in runs]
+    graph = timelines[0].graph
     highest = max(1, timelines[0].peak_bytes - graph.resident_bytes)
     again = [len(t.plan.order) - len(set(t.plan.order)) for t in timelines]
     rows: list[Row] = [] if budget_bytes is None else [["budget", "", format_bytes(budget_bytes)]]
@@ -183,14 +184,14 @@ def _facts(graph: Graph, runs: Sequence[Run], result: Result | None, budget_byte
     )
 
 
-def _legend(runs: Sequence[Run]) -> Markup:
+def _legend(runs: Sequence[NamedPlan]) -> Markup:
     rows = [zip(CATEGORIES, by_category(t.graph, t.plan), strict=True) for _, t in runs]
     held = {category for pairs in rows for category, row in pairs if row.any()}
     key = Markup('<span><span class="swatch {}" aria-hidden="true"></span>{}</span>')
     return Markup().join(key.format(category, _LABELS[category]) for category in CATEGORIES if category in held)
 
 
-def _chart(index: int, run: Run, budget_bytes: int | None) -> Markup:
+def _chart(index: int, run: NamedPlan, budget_bytes: int | None) -> Markup:
     """A canvas for the memory of a plan, and a sentence on its peak."""
     timeline, steps, ops = run.timeline, run.timeline.plan.steps, run.timeline.graph.ops
     moment = ""
