@@ -42,13 +42,13 @@ class Free(NamedTuple):
     name: str
 
 
-class Run(NamedTuple):
+class LibraryCall(NamedTuple):
     """An op of another library runs, and may allocate inside."""
 
     node: Node | None  # the node of the graph that it computes, where it is one
 
 
-Event = Allocate | Alias | Free | Run
+Event = Allocate | Alias | Free | LibraryCall
 """The effect of a line of a generated module on memory."""
 
 
@@ -135,7 +135,7 @@ def _inside(module: GeneratedModule, scope: str, result: str) -> list[Event]:
         match event:
             case Alias():
                 events.append(Alias(scope + event.name, tuple(scope + name for name in event.of), event.position))
-            case Run():
+            case LibraryCall():
                 events.append(event)
             case _:
                 events.append(event._replace(name=scope + event.name))
@@ -186,9 +186,9 @@ def _events(graph: GraphLowering, line: Any, kept: set[str], parts: Mapping[str,
         case lines.FreeLine():
             return [Free(line.node.get_name())]
         case lines.ExternKernelAllocLine():
-            return [*_results(graph, line.node, parts.get(line.node.get_name(), ())), Run(line.node.get_origin_node())]
+            return [*_results(graph, line.node, parts.get(line.node.get_name(), ())), LibraryCall(line.node.get_origin_node())]
         case lines.ExternKernelOutLine() | lines.ScatterFallbackLine() | lines.IndexPutFallbackLine():
-            return [Run(line.node.get_origin_node())]
+            return [LibraryCall(line.node.get_origin_node())]
         case lines.MultiOutputLine():
             names = [part.get_name() for part in parts.get(line.arg_name, ())]
             at = names.index(line.result_name) if line.result_name in names else None

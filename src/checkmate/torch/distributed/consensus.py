@@ -44,7 +44,7 @@ class RankError(CheckmateError, RuntimeError):
     """The ranks of a distributed job cannot run one plan: all of them stop."""
 
 
-class _SilentStoreError(RankError):
+class _SilentStoreError(Exception):
     """The store does not answer, so that nothing can be left there either."""
 
 
@@ -143,7 +143,7 @@ class Ranks:
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         # A topic marks a text that names the rank at fault already, as that of every RankError does.
         topic = "rank" if isinstance(error, RankError) else ""
-        if isinstance(error, _SilentStoreError):
+        if isinstance(error.__cause__, _SilentStoreError):
             return
         with suppress(RuntimeError):
             self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
@@ -210,11 +210,11 @@ class Ranks:
         try:
             found, error = done.get(timeout=timeout.total_seconds())
         except queue.Empty:
-            raise _SilentStoreError(
+            raise RankError(
                 f"the store at which the ranks met has not answered for {timeout}: the process that holds it, as a rule rank 0, "
                 "was stopped",
                 hint="look for an error in the log of rank 0, and whether its machine ran out of memory",
-            ) from None
+            ) from _SilentStoreError()
         if error is not None:
             raise error
         return found  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.generated_code import Alias, Allocate, Free, GeneratedModule, Run, watch_generated_modules
+from checkmate.torch._compat.generated_code import Alias, Allocate, Free, GeneratedModule, LibraryCall, watch_generated_modules
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
 Workspace = Callable[[fx.Node], int]
@@ -90,7 +90,7 @@ class Heap:
                     self.bind(event.name, tuple((self[name] or self.new(0))[0] for name in event.of))
                 case Free():
                     self.free(event.name)
-                case Run():
+                case LibraryCall():
                     self.use(0 if event.node is None else workspace(event.node))
 
 

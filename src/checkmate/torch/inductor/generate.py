@@ -222,7 +222,7 @@ class _Modules:
         self._partitioner, self._whole = partitioner, whole
 
     def loaded(self, which: str, run: Callable[..., Any]) -> ReplaceableCallable:
-        """What AOTAutograd calls in the place of the forward or the backward."""
+        """The callable in the place of a loaded or compiled forward or backward."""
         self.callables[which] = ReplaceableCallable(run)
         return self.callables[which]
 

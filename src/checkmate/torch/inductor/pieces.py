@@ -118,7 +118,7 @@ def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
     written.meta = dict(module.meta)
     for node in list(written.graph.nodes):
         if node.target is CHUNKED:
-            _Writer(node).replace()
+            _PieceWriter(node).replace()
         elif node.target is SCALE:  # Inductor writes over the gradient by itself
             node.target = aten.mul.Tensor
     written.graph.lint()
@@ -126,7 +126,7 @@ def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
     return written
 
 
-class _Writer:
+class _PieceWriter:
     """Writes the ops of the pieces of an op before it."""
 
     def __init__(self, node: fx.Node) -> None:

@@ -50,7 +50,7 @@ class WholeStep:
         costs = with_workspace(task.costs, UPDATE, lambda update: 0)
         planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
         _refuse_shared_storages(planned.graph)
-        writer = _Writer(planned.graph)
+        writer = _UpdateWriter(planned.graph)
         for node in planned.graph.find_nodes(op="call_function", target=UPDATE):
             writer.replace(node)
         planned.graph.lint()
@@ -112,12 +112,12 @@ class _ParameterState:
     """The state of one parameter."""
 
     key: int  # of its `Updates`
-    which: int
+    index: int
     like: dict[str, tuple[Any, ...]]  # name of each tensor to shape, strides, type and device
 
     def tensors(self, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The state as it is now, created if there is none yet; one that is the same as a known one is not checked again."""
-        state = updates_of(self.key).state(self.which)
+        state = updates_of(self.key).state(self.index)
         tensors = [state.get(name) for name in self.like]
         if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
             return list(known)
@@ -160,7 +160,7 @@ def _refuse_shared_storages(graph: fx.Graph) -> None:
             )
 
 
-class _Writer:
+class _UpdateWriter:
     """Writes the ops of updates into a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -174,8 +174,8 @@ class _Writer:
         self._rates: dict[tuple[int, int], fx.Node] = {}
         self._last_input = graph.find_nodes(op="placeholder")[-1]
         for node in graph.find_nodes(op="call_function", target=UPDATE):
-            key, which = cast("tuple[int, int]", node.args[2:])
-            group = updates_of(key).group_index(which)
+            key, index = cast("tuple[int, int]", node.args[2:])
+            group = updates_of(key).group_index(index)
             if (key, group) not in self._rates:
                 with mode:
                     fake = torch.empty((), dtype=torch.float64)
@@ -184,20 +184,20 @@ class _Writer:
 
     def replace(self, update: fx.Node) -> None:
         """Write the ops of an update in its place."""
-        parameter, gradient, key, which = cast("tuple[fx.Node, fx.Node, int, int]", update.args)
-        updates, group_index = updates_of(key), updates_of(key).group_index(which)
+        parameter, gradient, key, index = cast("tuple[fx.Node, fx.Node, int, int]", update.args)
+        updates, group_index = updates_of(key), updates_of(key).group_index(index)
         with no_modes():
-            like = updates.state_specification(which)
+            like = updates.state_specification(index)
         states = []
         for name, tensor in like.items():
             with self._mode:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             states.append(self._input(f"{name}_{len(self.parameters)}", fake))
-        self.parameters.append(_ParameterState(key, which, {name: _signature(t) for name, t in like.items()}))
+        self.parameters.append(_ParameterState(key, index, {name: _signature(t) for name, t in like.items()}))
         inputs = [parameter, gradient, self._rates[key, group_index], *states]
         known = (key, group_index, tuple(like), *(_signature(n.meta["val"]) for n in inputs))
         if known not in self._traced:
-            self._traced[known] = self._trace(updates, which, tuple(like), [n.meta["val"] for n in inputs])
+            self._traced[known] = self._trace(updates, index, tuple(like), [n.meta["val"] for n in inputs])
         with self._graph.inserting_before(update):
             self._copy(self._traced[known], inputs)
         self._graph.erase_node(update)
@@ -209,9 +209,9 @@ class _Writer:
         self.fakes.append(fake)
         return node
 
-    def _trace(self, updates: Updates, which: int, names: Sequence[str], like: Sequence[torch.Tensor]) -> fx.Graph:
+    def _trace(self, updates: Updates, index: int, names: Sequence[str], like: Sequence[torch.Tensor]) -> fx.Graph:
         shadow = copy.copy(updates.optimizer)
-        group = updates.group(which)
+        group = updates.group(index)
         options = {**group, **{k: v for k, v in _TRACED_AS.items() if k in group}}
 
         def step(parameter: torch.Tensor, gradient: torch.Tensor, rate: torch.Tensor, *states: torch.Tensor) -> None:
