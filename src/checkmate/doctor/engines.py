@@ -39,7 +39,7 @@ def check_search() -> Check:
     return Check(
         name="local search",
         verdict="failed",
-        detail=f"compiled functions cannot be kept, so that each process compiles them for half a minute: {reason}",
+        detail=f"compiled functions cannot be kept, so that each process compiles them for some seconds: {reason}",
         cure="set NUMBA_CACHE_DIR to a folder that can be written",
     )
 

@@ -75,7 +75,7 @@ def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed
     gained 0.4 % in 5 s.
     """
     hot = 0.02 * max(1.0, room_bytes)
-    moves = min(200_000, 100_000_000 // (len(order) + 1))  # about a second
+    moves = min(40_000, 25_000_000 // (len(order) + 1))  # a quarter of a second; five times as many gain 2 %
     settings = _Annealing(
         room=float(room_bytes), moves=moves, hot=hot, cold=0.01 * hot, low_price=1.0, high_price=1.0, shifts=1.0, removals=0.0
     )

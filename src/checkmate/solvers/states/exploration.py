@@ -11,7 +11,7 @@ import numpy as np
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
+from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, LIMIT, QUEUED, begin, expand
 from checkmate.solvers.states.packed_problem import PackedProblem
 
 
@@ -44,9 +44,10 @@ class Exploration:
         if not self._begun:
             begin(self._packed, self._store, counters, self._limit)
             self._begun = True
+        counters[LIMIT] = self._limit
         while self.ended is None and not out_of_time():
             # So many states take some milliseconds.
-            expand(self._packed, self._store, counters, self._limit, 2000, self._chosen)
+            expand(self._packed, self._store, counters, 2000, self._chosen)
             # The estimate is consistent, so states are expanded in the order of the least cost of a plan through them, and
             # what is not expanded costs no less than the last one that was. What was never stored costs the limit or more.
             self.bound = self._offset + float(min(counters[LEAST], self._limit))
