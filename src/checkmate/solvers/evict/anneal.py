@@ -45,7 +45,7 @@ class Resequenced(NamedTuple):
 def anneal_sequence(problem: Problem, order: Sequence[int], seed: int, time_up: Flag | None = None) -> Resequenced:
     """Anneal from an order that can run, each op of a folded graph in it at least once."""
     g = flatten(problem)
-    graph, room = problem.graph, _room(problem)
+    graph, room = problem.graph, float(problem.budget_bytes - problem.graph.resident_bytes)
     # A view that folding left keeps the instance that it was made from, which the kernels do not know: the op of that one is not
     # computed again.
     for o in {graph.producer[graph.root[v]] for v, x in enumerate(graph.values) if x.base is not None}:
@@ -80,10 +80,6 @@ def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed
         room=float(room_bytes), moves=moves, hot=hot, cold=0.01 * hot, low_price=1.0, high_price=1.0, shifts=1.0, removals=0.0
     )
     return _annealed(flatten(problem), settings, order, seed, time_up).last
-
-
-def _room(problem: Problem) -> float:
-    return float(problem.budget_bytes - problem.graph.resident_bytes)
 
 
 def _annealed(g: FlatGraph, settings: _Annealing, order: Sequence[int], seed: int, time_up: Flag | None) -> Resequenced:
