@@ -19,7 +19,7 @@ class Limits:
     """Limits of a solve.
 
     Attributes:
-        time_s: Seconds of wall time, or None for no limit. Compiling kernels, half a minute once on a machine, is not counted.
+        time_s: Seconds of wall time, or None for no limit. Compiling kernels, some seconds once on a machine, is not counted.
         gap: Stop when the plan is proven within this share of the best; half a per cent is finer
             than costs are known.
         threads: Threads a solver may use.

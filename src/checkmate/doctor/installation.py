@@ -260,7 +260,7 @@ def check_search() -> Check:
     reason = fault()
     if found.verdict != "ok" or reason is None:
         return found
-    detail = f"compiled functions cannot be kept, so that each process compiles them for half a minute: {reason}"
+    detail = f"compiled functions cannot be kept, so that each process compiles them for some seconds: {reason}"
     return Check("local search", "failed", detail, "set NUMBA_CACHE_DIR to a folder that can be written")
 
 

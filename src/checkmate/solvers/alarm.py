@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 Flag = npt.NDArray[np.int32]
 """An array of one entry: 0 until the time is up."""
-
-_LONGEST_S: Final = 3600.0
-"""Longest wait in one go; a wait of years overflows the operating system's timers."""
 
 
 def no_alarm() -> Flag:
@@ -58,6 +54,6 @@ class Alarm:
 
     def _wait(self, ended: threading.Event) -> None:
         while (left := self._left_s()) > 0:
-            if ended.wait(min(left, _LONGEST_S)):
+            if ended.wait(min(left, 3600.0)):  # a wait of years overflows the timers of the operating system
                 return
         self.flag[0] = 1

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Protocol
 
 from checkmate.core.errors import PlanError, SolverError
 from checkmate.core.plan import Plan
@@ -19,9 +19,6 @@ from checkmate.solvers.preparation import prepared_s, preparing
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
-
-_ROUNDING: Final = 1e-6
-"""Share by which bounds are lowered before they are rounded up: the tolerance of engines."""
 
 OnProgress = Callable[[Progress], None]
 
@@ -211,7 +208,7 @@ class Session:
             bound: The bound, in the graph's cost unit.
         """
         if math.isfinite(bound):
-            bound = float(math.ceil(bound - _ROUNDING * max(1.0, abs(bound))))
+            bound = float(math.ceil(bound - 1e-6 * max(1.0, abs(bound))))
         if bound > self.bound:
             self.bound = bound
             self._record()

@@ -209,8 +209,9 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
         else ", or lower the batch size"
     )
     if failure.termination.reason is Reason.INFEASIBLE:
+        below = "below the smallest possible peak" if problem.budget_bytes < smallest.floor_bytes else "proven too small"
         raise InfeasibleBudgetError(
-            f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
+            f"budget {budget} is {below}; {found}; {floor}",
             hint=hint,
             budget_bytes=problem.budget_bytes,
             floor_bytes=smallest.floor_bytes,
@@ -266,7 +267,3 @@ def unit_question(budget: Budget, budget_bytes: int, needed_bytes: int = 0) -> s
     unit = "MiB" if written * 2**20 >= needed_bytes else "GiB"
     meant = f"'{written}%' or '{written}{unit}'" if written <= 100 else f"'{written}{unit}'"
     return f"{budget_bytes} is {budget_bytes} bytes; did you mean {meant}? Otherwise "
-
-
-def _below(budget_bytes: int, smallest: MinBudget) -> str:
-    return "below the smallest possible peak" if budget_bytes < smallest.floor_bytes else "proven too small"

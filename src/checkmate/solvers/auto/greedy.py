@@ -27,12 +27,13 @@ def greedy_starts(run: Run) -> bool:
         # The greedy plans of one start have to be made in a part of the time left.
         until_s = session.elapsed_s() + 0.4 * session.left_s()
         with session.within(until_s):
-            if search.first(stop_at_first=True, out_of_time=lambda u=attempts_until_s: session.elapsed_s() > u):
-                run.offer(search.order())
-                cost = search.best_cost
-                search.first(out_of_time=lambda u=attempts_until_s: session.elapsed_s() > u)
-                if search.best_cost < cost:
+            for only_first in (True, False):
+                before = search.best_cost
+                search.first(stop_at_first=only_first, out_of_time=lambda end=attempts_until_s: session.elapsed_s() > end)
+                if search.best_cost < before:
                     run.offer(search.order())
+                elif only_first:
+                    break
         if session.done and not proven:
             return True
         if session.plan is not None and not proven:

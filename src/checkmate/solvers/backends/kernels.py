@@ -87,7 +87,7 @@ def _warn(reason: str) -> None:
     if not _told:
         _told.append(reason)
         _log.warning(
-            "compiled functions of the solvers cannot be kept on disk (%s): every process compiles them again, which takes half "
-            "a minute; set NUMBA_CACHE_DIR to a folder that can be written",
+            "compiled functions of the solvers cannot be kept on disk (%s): every process compiles them again, which takes "
+            "some seconds; set NUMBA_CACHE_DIR to a folder that can be written",
             reason,
         )

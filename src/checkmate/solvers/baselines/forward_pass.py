@@ -74,7 +74,7 @@ class ForwardPass:
 
     def schedule(self, until: Drops) -> tuple[int, int, list[int]] | None:
         """Cost, peak with resident bytes, and order of a plan with some drops; None if it is longer than the kernels' arrays."""
-        from checkmate.solvers.evict.search import evict
+        from checkmate.solvers.evict.profile import add_interval
 
         search, g = self._search, self._search.flat
         code, stages = search.empty_code(), len(g.targets)
@@ -84,7 +84,7 @@ class ForwardPass:
                 continue
             for v in self.graph.ops[o].outputs:
                 if g.values[v]["evictable"]:
-                    evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
+                    add_interval(code, v, self._touched[o] + 1, min(stop, stages) - 1)
         order, peak_bytes = search.order_and_peak(code)
         return (sum(self.graph.ops[o].cost for o in order), peak_bytes, order) if order else None
 

@@ -135,8 +135,8 @@ class Descent:
         order, draw = self._current, self._random
         first = {o: place for place, o in reversed(list(enumerate(order)))}
         again = [place for place, o in enumerate(order) if first[o] < place]
-        readers, held = self._lives(order)
-        above = np.flatnonzero(held > self._level)
+        readers = self._readers(order)
+        above = np.flatnonzero(self._profile(order) > self._level)
         if not again or not len(above):
             return order
         low = bisect_left(again, int(draw.choice(above)))
@@ -150,31 +150,19 @@ class Descent:
         rest = [o for place, o in enumerate(order) if place >= to and place not in moved]
         return [*order[:to], *(order[place] for place in sorted(moved)), *rest]
 
-    def _lives(self, order: Sequence[int]) -> tuple[list[set[int]], npt.NDArray[np.int64]]:
-        """Places that read what each computation makes, the end is one, and the bytes held at each place."""
+    def _readers(self, order: Sequence[int]) -> list[set[int]]:
+        """Places that read what each computation makes; the end is one."""
         graph = self._problem.graph
         made: dict[int, int] = {}
         readers: list[set[int]] = [set() for _ in order]
-        change = np.zeros(len(order) + 2, dtype=np.int64)
-        last: dict[int, int] = {}
         for place, o in enumerate(order):
-            op = graph.ops[o]
-            for v in op.inputs:
+            for v in graph.ops[o].inputs:
                 readers[made[v]].add(place)
-                last[v] = place
-            for v in op.outputs:
-                if v in made:
-                    change[last[v] + 1] -= graph.values[v].size_bytes
-                made[v] = last[v] = place
-                change[place] += graph.values[v].size_bytes
-            change[place] += op.workspace_bytes
-            change[place + 1] -= op.workspace_bytes
+            made.update(dict.fromkeys(graph.ops[o].outputs, place))
         for v, value in enumerate(graph.values):
             if value.kept:
                 readers[made[v]].add(len(order))
-            else:
-                change[last[v] + 1] -= value.size_bytes
-        return readers, np.cumsum(change)[: len(order)] + graph.resident_bytes
+        return readers
 
     def _profile(self, order: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bytes at each computation, resident bytes included."""

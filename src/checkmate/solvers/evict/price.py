@@ -45,14 +45,11 @@ def _first_from(places, start, stop, position):
 
 @inner_kernel
 def _newest_before(g, w, v, position):
-    """The instance of a value that is the newest before a position, and the position that made it, -1 if there is none."""
+    """The instance of a value that is the newest before a position, -1 if there is none."""
     o = g.values[v].producer
     first = w.ops[o].runs
     k = _first_from(w.runs, first, w.ops[o + 1].runs, position)
-    if k == first:
-        return 0, -1
-    made = w.runs[k - 1]
-    return w.positions[made].makes + g.values[v].slot, made
+    return w.positions[w.runs[k - 1]].makes + g.values[v].slot if k > first else -1
 
 
 @inner_kernel
@@ -90,11 +87,11 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
             # Fetched from the host by then, and held from there on.
             if need_stage >= g.values[v].fetched_at:
                 continue
-            x, made = _newest_before(g, w, v, need_at)
+            x = _newest_before(g, w, v, need_at)
             # Not computed before: it is an op on demand, and the plan pays for its first computation in any case.
-            if made < 0:
+            if x < 0:
                 continue
-            last = w.instances[x].last_read
+            made, last = w.instances[x].made, w.instances[x].last_read
             # A later op reads this instance, so it is live at ``need_at``.
             if last >= need_at:
                 continue
@@ -130,7 +127,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
 
 
 @inner_kernel
-def _price(g, w, code, x, made, at, excess, exponent, most):
+def _price(g, w, code, x, at, excess, exponent, most):
     """Price of evicting an instance that is live at the peak, ``most`` being the score from which on it need not be known.
 
     Returns whether anything is gained, the score (cost per byte of excess relieved, lower is better), the bytes freed at the
@@ -140,7 +137,7 @@ def _price(g, w, code, x, made, at, excess, exponent, most):
     stage, v = w.positions[at].stage, w.instances[x].value
     first, stop = w.instances[x].uses, w.instances[x + 1].uses
     use = _first_from(w.uses, first, stop, at)
-    touch = w.uses[use - 1] if use > first else made
+    touch = w.uses[use - 1] if use > first else w.instances[x].made
     # The op at the peak reads it.
     if use >= stop or w.uses[use] == at:
         return False, 0.0, 0.0, 0, 0, False
@@ -231,10 +228,10 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
     enough = excess * (1.0 - settings.batch_fraction)
     count = 0
     for v in range(len(g.values)):
-        x, made = _newest_before(g, w, v, at)
+        x = _newest_before(g, w, v, at)
         # Dead at the peak, or read there for the last time: nothing to gain.
-        if g.values[v].evictable and made >= 0 and w.instances[x].last_read > at and w.time_up[0] == 0:
-            gains, score, _, _, _, _ = _price(g, w, code, x, made, at, excess, exponent, 0.0)
+        if g.values[v].evictable and x >= 0 and w.instances[x].last_read > at and w.time_up[0] == 0:
+            gains, score, _, _, _, _ = _price(g, w, code, x, at, excess, exponent, 0.0)
             if gains:
                 # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would
                 # fail at random, and the loop might not end.
@@ -252,8 +249,8 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
             following = min(following, heap[k].score)
         # A little further than to the next candidate, so that few walks are repeated.
         most = 1.5 * max(heap[0].score, following) / noise
-        x, made = _newest_before(g, w, v, at)
-        gains, price, relieved, touch, group, partial = _price(g, w, code, x, made, at, excess, exponent, most)
+        x = _newest_before(g, w, v, at)
+        gains, price, relieved, touch, group, partial = _price(g, w, code, x, at, excess, exponent, most)
         score = price * noise
         if gains and (partial or score > following * (1 + 1e-9)):  # by more than rounding
             heap[0].score = max(score, heap[0].score)

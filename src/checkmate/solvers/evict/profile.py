@@ -66,6 +66,7 @@ _POSITION = np.dtype(
 _INSTANCE = np.dtype(
     [
         ("value", "i4"),
+        ("made", "i4"),  # position that makes it
         ("last_read", "i4"),  # last position that reads it, its own if none does
         ("uses", "i4"),  # start of its readers in `Scratch.uses`
     ]
@@ -263,7 +264,7 @@ def _decode(g, w, code):
                 # An output that is never read is freed right after its op; END reads what is kept, so that this is all.
                 w.values[v].newest = instances
                 w.instances[instances].value = v
-                w.instances[instances].last_read = length
+                w.instances[instances].made = w.instances[instances].last_read = length
                 w.instances[instances + 1].uses = 0
                 instances += 1
                 w.values[v].live = 1

@@ -17,7 +17,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag, no_alarm
-from checkmate.solvers.backends.kernels import kernel
+from checkmate.solvers.backends.kernels import inner_kernel, kernel
 from checkmate.solvers.evict.profile import next_random, seeded
 from checkmate.solvers.flat_graph import Ints, flatten, rows
 
@@ -68,6 +68,24 @@ class _Work(NamedTuple):
     time_up: Flag
 
 
+@inner_kernel
+def _bytes_of(g, w, o):
+    """Bytes that an op makes, those that it frees, and a part of those that others will read as well."""
+    made, freed, shared = 0.0, 0.0, 0.0
+    for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        size = g.values[g.writes[k]].size
+        made += size
+        if w.readers[g.writes[k]] == 0:
+            freed += size
+    for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        v = g.reads[k]
+        if w.left[v] == 1:
+            freed += g.values[v].size
+        else:
+            shared += g.values[v].size / w.left[v]
+    return made, freed, shared
+
+
 @kernel
 def lowest_peak(g, w, tries, random, best_order):
     """Fill ``best_order`` with the order of lowest peak of so many tries; returns its peak in bytes, infinite if none was made.
@@ -99,18 +117,7 @@ def lowest_peak(g, w, tries, random, best_order):
             lowest = np.inf
             for r in range(many):
                 o = w.ready[r]
-                made, freed, shared = 0.0, 0.0, 0.0
-                for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-                    size = g.values[g.writes[k]].size
-                    made += size
-                    if w.readers[g.writes[k]] == 0:
-                        freed += size
-                for k in range(g.ops[o].reads, g.ops[o + 1].reads):
-                    v = g.reads[k]
-                    if w.left[v] == 1:
-                        freed += g.values[v].size
-                    else:
-                        shared += g.values[v].size / w.left[v]
+                made, freed, shared = _bytes_of(g, w, o)
                 rating = made - freed - share * shared
                 if noise > 0:
                     rating += noise * (next_random(random) - 0.5) * (made + freed)
@@ -122,18 +129,11 @@ def lowest_peak(g, w, tries, random, best_order):
             many -= 1
             w.ready[chosen] = w.ready[many]
             w.order[place] = o
-            freed = 0.0
-            for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-                held += g.values[g.writes[k]].size
-                if w.readers[g.writes[k]] == 0:
-                    freed += g.values[g.writes[k]].size
-            peak = max(peak, held + g.ops[o].workspace)
+            made, freed, _ = _bytes_of(g, w, o)
+            peak = max(peak, held + made + g.ops[o].workspace)
+            held += made - freed
             for k in range(g.ops[o].reads, g.ops[o + 1].reads):
-                v = g.reads[k]
-                w.left[v] -= 1
-                if w.left[v] == 0:
-                    freed += g.values[v].size
-            held -= freed
+                w.left[g.reads[k]] -= 1
             for k in range(w.after_start[o], w.after_start[o + 1]):
                 w.waits[w.after[k]] -= 1
                 if w.waits[w.after[k]] == 0:

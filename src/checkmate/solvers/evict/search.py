@@ -19,7 +19,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.price import Repair, evict_at_peak, repair
-from checkmate.solvers.evict.profile import Code, add_interval, build_scratch, encode, profile, seeded
+from checkmate.solvers.evict.profile import Code, build_scratch, encode, profile, seeded
 from checkmate.solvers.flat_graph import FlatGraph, Ints, Move, flatten, with_stages
 
 _ATTEMPTS: Final = (
@@ -314,11 +314,6 @@ class Search:
     def _settings(self, exponent: float, noise: float, batch: float) -> Repair:
         """With as many rounds as evict each value a few times: such a repair has had its chance."""
         return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.values))
-
-
-def evict(code: Code, value: int, start: int, stop: int) -> bool:
-    """Add to a code that a value is not held in stages ``start`` to ``stop``; False if it has no room for one more interval."""
-    return bool(add_interval(code, value, start, stop))
 
 
 class _Reader(NamedTuple):

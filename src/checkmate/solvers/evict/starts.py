@@ -102,7 +102,8 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     return frozenset(
         o
         for o, op in enumerate(graph.ops)
-        if not needed[o] and op.phase == "forward" and o not in tied and _is_free(graph, o) and _has_reader(graph, o)
+        if not needed[o] and op.phase == "forward" and o not in tied and _is_free(graph, o)
+        if any(graph.readers[v] for v in op.outputs)
     )
 
 
@@ -157,7 +158,3 @@ def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
 def _is_free(graph: Graph, o: int) -> bool:
     op = graph.ops[o]
     return op.recomputable and not op.clobbered_by and not op.replay_bytes
-
-
-def _has_reader(graph: Graph, o: int) -> bool:
-    return any(graph.readers[v] for v in graph.ops[o].outputs)

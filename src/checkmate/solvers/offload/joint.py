@@ -172,7 +172,8 @@ class _Joint:
             reference = Reference.of(self.graph, best.order)
             chosen = set(best.chosen)
             others = sorted(set(reference.gaps) - chosen)
-            again = self._made_again(best.order)
+            times = Counter(best.order)  # copies can take the place of what is computed more than once
+            again = {v for o, count in times.items() if count > 1 for v in self.graph.ops[o].outputs}
             if self.random.random() < 0.7 and not again.isdisjoint(others):
                 others = [v for v in others if v in again]
             if self.random.random() < 0.7 and others:
@@ -182,11 +183,6 @@ class _Joint:
                 chosen.difference_update(self.random.sample(members, min(len(members), self.random.randint(1, 4))))
             self._try(frozenset(chosen), reference, 60)
             without_gain = 0 if self.best.cost < best.cost else without_gain + 1
-
-    def _made_again(self, order: Sequence[int]) -> set[int]:
-        """Values that a sequence computes more than once, of which copies can take the place."""
-        times = Counter(order)
-        return {v for o, count in times.items() if count > 1 for v in self.graph.ops[o].outputs}
 
     def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
         """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""

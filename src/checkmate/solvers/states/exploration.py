@@ -11,7 +11,7 @@ import numpy as np
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
+from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, LIMIT, QUEUED, begin, expand
 from checkmate.solvers.states.packed_problem import PackedProblem
 
 
@@ -19,7 +19,7 @@ class Exploration:
     """An A* search that is interrupted and continued, on the folded problem of a session.
 
     States that cost as much as its best plan are not stored, and of the others at most `max_states`, of about 100 bytes each.
-    `bound` is a proven lower bound on the cost of every plan; `ended` says why the search cannot be continued, or is None.
+    `ended` says why the search cannot be continued, or is None.
     """
 
     def __init__(self, fold: FoldViews, packed: PackedProblem, session: Session, max_states: int) -> None:
@@ -32,7 +32,6 @@ class Exploration:
         self._counters = np.zeros(8, dtype=np.int64)
         self._chosen = np.zeros(3 * len(packed.size) + 2, dtype=np.int64)
         self._begun = False
-        self.bound = 0.0
         self.ended: Termination | None = None
 
     def run(self, out_of_time: Callable[[], bool]) -> None:
@@ -44,13 +43,13 @@ class Exploration:
         if not self._begun:
             begin(self._packed, self._store, counters, self._limit)
             self._begun = True
+        counters[LIMIT] = self._limit
         while self.ended is None and not out_of_time():
             # So many states take some milliseconds.
-            expand(self._packed, self._store, counters, self._limit, 2000, self._chosen)
+            expand(self._packed, self._store, counters, 2000, self._chosen)
             # The estimate is consistent, so states are expanded in the order of the least cost of a plan through them, and
             # what is not expanded costs no less than the last one that was. What was never stored costs the limit or more.
-            self.bound = self._offset + float(min(counters[LEAST], self._limit))
-            session.prove(self.bound)
+            session.prove(self._offset + float(min(counters[LEAST], self._limit)))
             if counters[GOAL] >= 0:
                 session.offer(self._fold.invert(self._order(int(counters[GOAL]))))
                 self._end(Reason.OPTIMAL)

@@ -8,7 +8,7 @@ would have a move for every value that could be dropped at every step. Three thi
 - the estimate of what remains is what would have to run if memory did not matter.
 
 In all kernels ``p`` is a `PackedProblem`, ``store`` the `_Store` of `exploration`, ``low`` and ``high`` are the two words of a
-state, and ``limit`` is a cost from which on plans are not wanted.
+state.
 """
 
 # numba compiles loops over flat arrays; it has no types for pyright to check.
@@ -22,9 +22,10 @@ import numpy as np
 
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
 
-FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED = range(7)
+FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED, LIMIT = range(8)
 """Places in the array of counters: states found, entries of the queue, states expanded, the goal's state or -1, least
-cost of what is not expanded, whether an array was too small, and sets of values tried in this call of `expand`."""
+cost of what is not expanded, whether an array was too small, sets of values
+tried in this call of `expand`, and the cost from which on plans are not wanted."""
 
 _ZERO: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
@@ -120,7 +121,7 @@ def _pop(store, counters):
 
 
 @inner_kernel
-def _reach(p, store, counters, limit, low, high, cost, parent, op):
+def _reach(p, store, counters, low, high, cost, parent, op):
     """Store and queue a state if it is new or was reached at a lower cost, and can lead to a plan below the limit."""
     # A state is stored at most once, with the least cost known; whether its queue entry is current is seen when it is taken.
     slot = _place(store.table, store.states, low, high)
@@ -133,7 +134,7 @@ def _reach(p, store, counters, limit, low, high, cost, parent, op):
     else:
         left = _least_left(p, low, high)
         # Not even stored: most states of a graph are too expensive, and memory is what ends this search.
-        if cost + left >= limit:
+        if cost + left >= counters[LIMIT]:
             return
         state = counters[FOUND]
         if state >= len(store.cost):
@@ -146,12 +147,12 @@ def _reach(p, store, counters, limit, low, high, cost, parent, op):
     store.cost[state] = cost
     store.parent[state] = parent
     store.op[state] = op
-    if cost + left < limit:
+    if cost + left < counters[LIMIT]:
         _push(store, counters, cost + left, left, state)
 
 
 @inner_kernel
-def _compute(p, store, counters, limit, state, o, chosen):
+def _compute(p, store, counters, state, o, chosen):
     """Compute an op in a state, after dropping each least set of values that makes room for it.
 
     A set is least if no value of it could stay. Only those are tried: with more values live every later move is possible
@@ -170,7 +171,7 @@ def _compute(p, store, counters, limit, state, o, chosen):
     # For an op that is too large even alone no set below frees enough, and no state follows.
     excess = held - p.budget
     if excess <= 0:
-        _reach(p, store, counters, limit, low | p.makes[o, 0], high | p.makes[o, 1], cost, state, o)
+        _reach(p, store, counters, low | p.makes[o, 0], high | p.makes[o, 1], cost, state, o)
         return
     # Depth first over subsets, the largest values first: a set that frees enough is least if it frees too little without its
     # smallest value, which is the one added last. A branch ends where all values left would be too little.
@@ -200,7 +201,7 @@ def _compute(p, store, counters, limit, state, o, chosen):
         v = chosen[k]
         if freed + p.size[v] >= excess:
             less_low, less_high = _flip(low, high, v)
-            _reach(p, store, counters, limit, less_low | p.makes[o, 0], less_high | p.makes[o, 1], cost, state, o)
+            _reach(p, store, counters, less_low | p.makes[o, 0], less_high | p.makes[o, 1], cost, state, o)
         else:
             freed += p.size[v]
             low, high = _flip(low, high, v)
@@ -223,11 +224,12 @@ def begin(p, store, counters, limit):
     """Set the counters and queue the state in which nothing is computed."""
     counters[:] = 0
     counters[GOAL] = -1
-    _reach(p, store, counters, limit, _ZERO, _ZERO, 0, -1, -1)
+    counters[LIMIT] = limit
+    _reach(p, store, counters, _ZERO, _ZERO, 0, -1, -1)
 
 
 @kernel
-def expand(p, store, counters, limit, most, chosen):
+def expand(p, store, counters, most, chosen):
     """Expand states in the order of their least cost, until the goal, ``most`` states, a full array, or a look at the clock."""
     counters[TRIED] = 0
     for _ in range(most):
@@ -256,4 +258,4 @@ def expand(p, store, counters, limit, most, chosen):
                 continue
             if p.only_after[o, 0] & ~low != _ZERO or p.only_after[o, 1] & ~high != _ZERO:
                 continue
-            _compute(p, store, counters, limit, state, o, chosen)
+            _compute(p, store, counters, state, o, chosen)

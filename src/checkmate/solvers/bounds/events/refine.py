@@ -23,8 +23,8 @@ from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.events.relaxation import relax
-from checkmate.solvers.evict.profile import Code
-from checkmate.solvers.evict.search import Search, evict
+from checkmate.solvers.evict.profile import Code, add_interval
+from checkmate.solvers.evict.search import Search
 
 Prove = Callable[[float, bool], None]
 """Takes a bound as a share, extra cost over the cost of computing every op once, and whether it holds for any order."""
@@ -242,7 +242,7 @@ def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> C
         for v in np.flatnonzero(modelled & ~held).tolist():
             touches = [search.stage[o] for o in model.readers_of(v) if o in search.stage and search.stage[o] < stage]
             touched = max(touches) if touches else search.stage.get(int(model.producer[v]), -1)
-            evict(code, v, max(touched + 1, int(released[v])), stage + 1)
+            add_interval(code, v, max(touched + 1, int(released[v])), stage + 1)
         if e + 1 < len(events):
             released[held] = events[e + 1][0] + 1
     return code
