@@ -151,7 +151,7 @@ def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
 
 
 def needed_bytes(stage: Stage) -> int:
-    """Bytes of the whole tensors that exist at once, of one piece of what an op makes, and of its workspace or that of a piece.
+    """Bytes of the whole tensors that exist at once, of one piece of an op's results, and of its workspace or that of a piece.
 
     Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
     """
@@ -190,7 +190,7 @@ def _dense_bytes(piece: torch.Tensor) -> int:
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
-    """How the operands are filled for each comparison: the numbers, and what all integers are if they are not random.
+    """How the operands are filled for each comparison: the numbers, and the value of all integers if they are not random.
 
     Few numbers differ by luck only sometimes, so that 16,384 are compared in all, in at most 32 comparisons. Sums of half
     precision are made in float32 and mostly rounded to the same number: there a million are compared, and a third data set has
@@ -232,7 +232,7 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
         for value in inputs(op):
             if value in given and value not in made:
                 made[value] = _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant)
-        # What is not given is used for its shape alone.
+        # An operand that is not given is used for its shape alone.
         args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
         result = op.target(*args, **kwargs)  # type: ignore[operator]
         made.update({v: result if v is op else result[i] for i, v in enumerate(outputs(op)) if v is not None})
@@ -245,7 +245,7 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
 
 
 def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
-    """Whether the pieces of an op are those of what it made whole; also if what ops of the same piece made is dense."""
+    """Whether the pieces of an op are those of its whole results; also if operands from ops of the same piece are dense."""
     made_here = [value not in given for value, _ in op.stage.operands]
     operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
     if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):

@@ -161,7 +161,7 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, re
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
             forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
-    # Only what is looked at is traced, because that takes far longer than to find it.
+    # Tracing takes far longer than finding a region: only those that are looked at are traced.
     for (saved, *_), region in sorted(found, key=lambda each: each[0], reverse=True):
         group = _as_group(region, graph, allows, saved)
         if group is not None and (not exact or all(map(keeps_bits, group.chunk_ops))):

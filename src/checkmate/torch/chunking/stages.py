@@ -1,13 +1,13 @@
 """Stages: the parts of a region that can each run as one op, because nothing outside comes between their ops.
 
-The forward of a layer and its backward belong to one region, and what comes between them is outside: the backward's stage needs
-gradients that depend on the forward's. A stage makes again what an earlier stage made of large tensors, piece by piece, and
-reads small ones, which the earlier stage returns. A region whose tangents do not depend on its own results, as those of the head
+The forward of a layer and its backward belong to one region, and the ops between them are outside: the backward's stage needs
+gradients that depend on the forward's. A stage makes large tensors of an earlier stage again, piece by piece, and reads small
+ones, which the earlier stage returns. A region whose tangents do not depend on its own results, as those of the head
 in a whole step, has one stage: forward and backward of a piece follow each other and nothing is computed twice. So has one that
 computes its gradients with a tangent of one (`checkmate.torch.chunking.unit_tangent`).
 
-Stages run in *waves*, each after what comes between. Ops of one wave which have nothing in common are separate stages: those that
-make the gradients of a convolution's input and of its weight, for example, need less memory one after the other.
+Stages run in *waves*, with ops outside between two of them. Ops of one wave that share no computation are separate stages: those
+that make the gradients of a convolution's input and of its weight, for example, need less memory one after the other.
 
 Growth ends at small tensors, which a stage is given whole. Some of them exist for the region alone, and are made of a smaller
 tensor, such as a mask of booleans, or of one that is there anyway: the gradient of attention's output is a product of the
@@ -42,10 +42,10 @@ class Stage:
     wave: int  # waves of the region that have to run before it, at least
     new_ops: tuple[fx.Node, ...]  # that belong to this stage alone, in the order of the graph
     all_ops: tuple[fx.Node, ...] = ()  # those and the ops of earlier stages that it computes again, in the order of the graph
-    # What it reads from outside, with how that is cut: an op may read whole what another reads in slices.
+    # The tensors that it reads from outside and their cuts: an op may read a tensor whole that another reads in slices.
     operands: dict[tuple[fx.Node, Placement], None] = field(default_factory=dict)
     results: dict[fx.Node, Placement] = field(default_factory=dict)  # assembled from slices, or a sum
-    copies: set[fx.Node] = field(default_factory=set)  # views among these, returned without what they are views of
+    copies: set[fx.Node] = field(default_factory=set)  # views among these, returned without their bases
 
     def returned(self, value: fx.Node) -> torch.Tensor:
         """A result as it is traced; each time another tensor where it is the copy of a view."""
@@ -69,11 +69,11 @@ def stages_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None 
 def kept_outside(region: Region) -> set[fx.Node]:
     """Tensors made in a region that ops outside of it read, or that ops of it read whole.
 
-    Of a view, what it is a view of; but the view itself where all such views of a tensor have fewer bytes than that and are
-    only computed with, so that copies can take their place.
+    In place of a view its base; but the views themselves if all those of a tensor have fewer bytes than that and are only
+    computed with, so that copies can take their place.
     """
     found: set[fx.Node] = set()
-    views: dict[fx.Node, set[fx.Node]] = {}  # by what they are views of
+    views: dict[fx.Node, set[fx.Node]] = {}  # by their base
     for op in region.rules:
         for value, user in readers(op):
             if user in region.rules and not _reads_whole(region, user, value):
@@ -91,7 +91,7 @@ def kept_outside(region: Region) -> set[fx.Node]:
 
 
 def _base(value: fx.Node, region: Region) -> fx.Node | None:
-    """The tensor that one made in a region is a view of, or itself; None for a view of what is not made in the region."""
+    """The base of a view that a region makes, or a tensor itself; None if the base is not made in the region."""
     while makes_views(producer(value)):
         (value, *_) = inputs(producer(value))
         if producer(value) not in region.rules:
@@ -106,14 +106,14 @@ def _can_copy(view: fx.Node, user: fx.Node, region: Region) -> bool:
 
 
 def _widens(op: fx.Node) -> bool:
-    """Whether an op makes, element by element, a tensor of more bytes than what it is made of."""
+    """Whether an op makes, element by element, a tensor of more bytes than its operands have."""
     read = {value: held_bytes(value) for value in inputs(op)}
     made = sum(own_bytes(value) for value in outputs(op) if value is not None)
     return is_pointwise(op) and sum(read.values()) < made
 
 
 def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Graph, allows: Allows) -> Region:
-    """A region with the ops that make what it alone reads, where what these read takes less memory."""
+    """A region with the ops that make tensors for it alone, of operands that take less memory."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for stage in stages:
         elsewhere = {_storage(value) for other in stages if other is not stage for value, _ in other.operands}
@@ -122,7 +122,7 @@ def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Gra
             if not isinstance(placement, Split) or not path or not _is_private(path, region):
                 continue
             op = path[-1]
-            # An op that would run in several stages has to be quick, and what it reads is needed until the last of them.
+            # An op that would run in several stages has to be quick, and its operands are needed until the last of them.
             if not (_widens(op) if _storage(value) in elsewhere else _needed_bytes(op, stage, position) < own_bytes(value)):
                 continue
             found = extended(region, path, allows)
@@ -143,13 +143,13 @@ def _path_to(value: fx.Node) -> list[fx.Node]:
 
 
 def _is_private(path: Sequence[fx.Node], region: Region) -> bool:
-    """Whether only a region reads what the ops of a path make, and none of them belongs to it."""
+    """Whether only a region reads the results of the ops of a path, and none of them belongs to it."""
     inside = region.rules.keys() | set(path)
     return region.rules.keys().isdisjoint(path) and all(user in inside for op in path for _, user in readers(op))
 
 
 def _needed_bytes(op: fx.Node, stage: Stage, position: Mapping[fx.Node, int]) -> int:
-    """Bytes of what an op reads that need not be there while a stage runs unless this stage runs the op."""
+    """Bytes of the operands of an op that need not be there while a stage runs unless this stage runs the op."""
     last = max(map(position.__getitem__, stage.new_ops))
     there = {_storage(value) for value, _ in stage.operands}
     needed: dict[int, int] = {}
@@ -233,7 +233,7 @@ class _Stages:
         return wave[made] if inside else wave[made] + 1
 
     def _separate(self, ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """The ops of a wave in groups that compute nothing in common, but for what takes no time to compute again."""
+        """The ops of a wave in groups that share no computation but quick ones."""
         wave = self.wave[ops[0]]
         group: dict[fx.Node, fx.Node] = {}
 
@@ -246,7 +246,7 @@ class _Stages:
         while todo:
             op = todo.pop()
             for made in self._computed_with(op, wave):
-                # What a stage computes again as one elementwise op on what it is given is quick.
+                # One elementwise op on operands of the stage is quick to compute again.
                 if not (is_pointwise(made) and self.wave[made] < wave and not self._computed_with(made, wave)):
                     group[first(op)] = first(made)
                 if made not in seen:
@@ -258,7 +258,7 @@ class _Stages:
         return list(groups.values())
 
     def _computed_with(self, op: fx.Node, wave: int) -> list[fx.Node]:
-        """The ops, views aside, that make what an op reads and that a stage of some wave computes itself."""
+        """The ops, views aside, that make the operands of an op and that a stage of some wave computes itself."""
         found: list[fx.Node] = []
         for value, _ in _read(self.region, op):
             if not self._is_operand(value, op, wave):
@@ -267,7 +267,7 @@ class _Stages:
         return found
 
     def _is_operand(self, value: fx.Node, op: fx.Node, wave: int) -> bool:
-        """Whether a stage of some wave is given what an op reads, instead of making it.
+        """Whether a stage of some wave is given an operand of an op, instead of making it.
 
         An earlier stage returns it where it has to, or where the tensor is small.
         """
@@ -279,7 +279,7 @@ class _Stages:
         return value in self.whole or (size_bytes(value) < self.region.least_bytes and not _widens(made))
 
     def _fill(self, stage: Stage) -> None:
-        """Find out what a stage computes again, reads and returns."""
+        """Find the ops that a stage computes again, its operands and its results."""
         ops = set(stage.new_ops)
         todo = list(stage.new_ops)
         while todo:
