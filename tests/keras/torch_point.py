@@ -24,7 +24,7 @@ from keras import layers
 from checkmate.core.units import parse_bytes
 from checkmate.keras import fit_within
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 EPOCHS, BATCHES = 3, 3
 BEGIN, END = "a step of fit begins", "a step of fit ends"
@@ -169,7 +169,7 @@ def point(name: str, budget: str) -> dict[str, Any]:
     """Train a network within a budget, and plainly."""
     network = NETWORKS[name]
     found, peaks = trained(network, budget)
-    result, step = COORDINATOR.result, COORDINATOR.step
+    result, step = coordinator().result, coordinator().step
     assert result is not None
     return {
         "hooks": found["hooks"],

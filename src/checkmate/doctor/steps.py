@@ -26,7 +26,7 @@ from checkmate.torch.graph.storages import unique_bytes
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Compiler
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 TOLERANCE: Final = 0.01
 """Largest difference of measured and planned peak, as a share of the planned one."""
@@ -206,7 +206,7 @@ def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:
         budget: The budget; None keeps everything.
     """
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     _free()
     example = path.build(scale)
     model = example.model.to(device)
@@ -225,9 +225,10 @@ def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:
     model.zero_grad(set_to_none=True)
     held = [*parameters, *model.buffers(), x, y] if step is None else None
     total, reserved = _measured(train, held, copied, device)
-    result = step.result if step is not None else COORDINATOR.result
+    planned_step = step or coordinator().step
+    result = coordinator().result if planned_step is None else planned_step.result
     assert result is not None
-    graph = step.graph if step is not None else None if COORDINATOR.step is None else COORDINATOR.step.graph
+    graph = None if planned_step is None else planned_step.graph
     counted = counted_memory("allocated", torch.device("cuda", 0) if device == "cuda" else None)
     planned = None if path.compiler == "inductor" else result.peak_bytes
     if planned is not None and graph is not None and counted is not None:

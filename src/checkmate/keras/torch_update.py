@@ -14,7 +14,7 @@ from checkmate.keras.replaced import Replaced
 from checkmate.torch._compat.profiler import profiler_running
 from checkmate.torch.graph.storages import leaves, unique_bytes
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 _log = logging.getLogger("checkmate.keras")
 
@@ -102,7 +102,7 @@ class CheckedUpdate:
             trainable_variables: The variables; those of the model by default.
         """
         self._updates += 1
-        plan = COORDINATOR.result
+        plan = coordinator().result
         # In the first step a share of the budget refers to a graph, not to the step.
         if 1 < self._updates <= 1 + _CHECKED_UPDATES and plan is not None and not profiler_running():
             variables = (*self._model.variables, *self._model.optimizer.variables, *self._model.metrics_variables)

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from checkmate.torch import measure_peak
 from checkmate.torch.inductor import compile as compiler
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import Observed, Planned, compiled, observe
 
@@ -25,9 +25,9 @@ ROWS = 512
 def _own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty cache of compiled code, and no known steps: as in the first process of a machine."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     yield
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
 
 
 class Starts:
@@ -47,7 +47,7 @@ class Starts:
     def start(self, budget: int | str | None, **options: Any) -> tuple[Callable[[], Any], Planned]:
         """The compiled loss, and its plans."""
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         counters.clear()
         self.traced = 0
         options = {"compiler": "inductor", "time_limit_s": 3, **options}

@@ -20,7 +20,7 @@ from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.compile import compile_by_inductor
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
@@ -153,7 +153,7 @@ def test_that_no_compiled_step_fits_is_found_out_once(caplog: pytest.LogCaptureF
     )
     for budget, compilations in (("80%", 1), ("80%", 1), ("81%", 2)):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "checkmate.torch"):
             run, planned = planned_loss(model, x, budget)

@@ -13,10 +13,11 @@ from checkmate import Graph
 from checkmate.core.budget import keep_all_bytes
 from checkmate.frontend.calibration import Proportional, Trial
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch.compilation.compilation import Compilation, Hooks
+from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.compilation.hooks import Hooks
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.options import Options
-from checkmate.torch.steps.program import Share
+from checkmate.torch.steps.program import StepAllotment
 
 Compiler = Callable[[int, tuple[int, ...]], int]
 
@@ -56,8 +57,8 @@ def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | No
     compilation = Compilation(fx.Graph(), (), Options(budget=keep_all_bytes(graph), compiler="inductor"), Hooks())
     order = tuple(range(len(graph.ops)))
     planned = StepMemory(forward_peak_bytes=500, saved_bytes=400, backward_peak_bytes=900, gradient_bytes=100)
-    share = Share(order, planned)
-    monkeypatch.setattr(compilation, "share", lambda graph: share)
+    share = StepAllotment(order, planned)
+    monkeypatch.setattr(type(compilation.planner), "allotment", lambda self, graph: share)
     search = CalibratedSearch(compilation, "some compiler")
     assert search.plan(graph)[1].plan.order == order
     search.record(replace(planned, saved_bytes=planned.saved_bytes - room), measured=True)

@@ -13,7 +13,7 @@ from checkmate import Graph, Plan, evaluate
 from checkmate.core.errors import OptionError, PlanNotFoundError
 from checkmate.frontend import planner
 from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 SCREEN = 24  # lines
 WIDTH = 250
@@ -68,7 +68,7 @@ def test_what_a_whole_step_saves_is_told(step: Step) -> None:
 
 def test_the_plan_of_a_plain_loop_is_seen() -> None:
     """There is no step object to ask: the newest step of the process is the one that is meant."""
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     assert last_plan() is None
     model = torch.compile(network(), backend="checkmate", options={"budget": "1MiB", "costs": "estimated"})
     with pytest.raises(OptionError, match="OptimizedModule cannot be explained") as error:
@@ -103,7 +103,7 @@ def test_a_smaller_last_batch_is_not_searched_for(monkeypatch: pytest.MonkeyPatc
 
 def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share has as many bytes as that of the larger batch had, and its step the order of that step's plan."""
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     model, x = network(), torch.ones(ROWS, 16)
     compiled = torch.compile(model, backend="checkmate", options={"budget": "60%", "costs": "estimated", "time_limit_s": 5.0})
 

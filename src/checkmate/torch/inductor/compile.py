@@ -225,7 +225,7 @@ def compile_by_inductor(
     best: Compiled | None = None
     while True:
         whole = WholeStep() if compilation.hooks.whole else None
-        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, compilation.in_pieces))
+        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, compilation.request.in_pieces))
         compiled = _generate(gm, example_inputs, planning, options, patches, whole, problem)
         if compiled.planned is None or compiled.cached or not search.measures:
             compiled.kernels.build()
@@ -247,7 +247,7 @@ def compile_by_inductor(
         if chosen is not None:
             compilations[chosen].kernels.build()
             best = _with_measurement(compilations[chosen], search, chosen)
-            if best.planned is not None and compilation.alone(best.planned[0].graph):
+            if best.planned is not None and compilation.planner.is_alone(best.planned[0].graph):
                 best.store()
         if chosen is not None or not search.next_candidate():
             break

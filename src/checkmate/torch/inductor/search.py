@@ -29,7 +29,7 @@ from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.canonical import in_graph_order
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
-from checkmate.torch.steps.program import Share
+from checkmate.torch.steps.program import StepAllotment
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -86,7 +86,7 @@ class CalibratedSearch:
         self._fingerprint = compiler_fingerprint
         self._original_digest = ""
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
-        self._share: Share | None = None  # whose order is compiled
+        self._share: StepAllotment | None = None  # whose order is compiled
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
         self._chains: ContractChains | None = None
@@ -123,7 +123,7 @@ class CalibratedSearch:
             GraphError: The step traces to another graph than at the last compilation.
             WrongGraphError: The given plan was made for another graph.
         """
-        graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
+        graph, result = self._compilation.request.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:
             self._follow(graph, result, trailing)
         return graph, result
@@ -266,7 +266,7 @@ class CalibratedSearch:
             self._fixed, self._order = True, keep_everything(contracted).plan.order
             return
         self._replanner = Replanner(contracted, self._options, gap=_GAP)
-        share = self._compilation.share(graph)
+        share = self._compilation.planner.allotment(graph)
         if share is not None:
             self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, most_bytes = self._store.monotone_bounds(self.limit_bytes)

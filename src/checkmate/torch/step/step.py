@@ -29,7 +29,7 @@ from checkmate.solvers.session import Solver
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import with_smallest_peak
 from checkmate.torch.chunking.variants import Chunks
-from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.hooks import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
