@@ -459,6 +459,27 @@ def test_two_threads_train_two_models(caplog: pytest.LogCaptureFixture) -> None:
     assert coordinator().state is StepState.BETWEEN
 
 
+def test_a_backward_belongs_to_the_step_of_its_forward_in_whatever_thread_it_runs() -> None:
+    """Autograd runs the backwards of a GPU on threads of its own."""
+    model, x = Classifier(2), torch.randn(64, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "80%", **QUICK})
+
+    def gradients(threaded: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = run(x).square().mean()
+        if threaded:
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            backward.join()
+        else:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(threaded=False)
+    assert all(all(map(torch.equal, gradients(threaded=True), expected)) for _ in range(2))
+    assert coordinator().step is not None and coordinator().state is StepState.BETWEEN
+
+
 @pytest.mark.parametrize(
     ("error", "stride"),
     [

@@ -411,7 +411,8 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
     if found is None:
         return coordinator().backward_through_hooks(planned, args)
     owner, pending = found
-    _thread.coordinator = owner  # on a GPU this is a thread of autograd, and what it computes again belongs to the same step
+    if not _thread.trains:  # on a GPU this is a thread of autograd, and what it computes again belongs to the same step
+        _thread.coordinator = owner
     results = owner.backward(pending, args)
     del token
     return results
@@ -427,6 +428,7 @@ def _drop(key: int) -> None:
 
 class _Thread(threading.local):
     coordinator: Coordinator | None = None
+    trains: bool = False  # whether it is no thread of autograd
 
 
 _thread = _Thread()
@@ -435,7 +437,7 @@ _thread = _Thread()
 def coordinator() -> Coordinator:
     """The coordinator of this thread: two threads that train two models have two steps under way."""
     if _thread.coordinator is None:
-        _thread.coordinator = Coordinator()
+        _thread.coordinator, _thread.trains = Coordinator(), current_backward() < 0
     return _thread.coordinator
 
 

@@ -253,39 +253,28 @@ class PlannedGraph:
         The whole joint graph runs once more, from the arguments of the forward and the random state that it began with. That
         takes the memory of keeping everything.
         """
-        values = arguments.unchanged(self._inputs_of_gradients)
+        run, inputs = self._gradients_alone
+        values = arguments.unchanged(inputs)
         with generators_restored():
             if arguments.random_state is not None:
                 arguments.random_state()
-            return list(self._whole([*values, *self.materialized(tangents)]))
+            return list(run([*values, *self.materialized(tangents)]))
 
     @functools.cached_property
-    def _whole(self) -> BoxedRun:
-        """The joint graph without effects; it returns the gradients."""
-        return boxed(fx.GraphModule(self.traced.whole.joint, self._whole_graph))
-
-    @functools.cached_property
-    def _whole_graph(self) -> fx.Graph:
-        joint = accumulating(self.traced.whole.joint, self.num_outputs, frozenset())
-        graph = joint.graph
+    def _gradients_alone(self) -> tuple[BoxedRun, list[int]]:
+        """The joint graph without effects, which returns the gradients, and the tensor inputs whose content they depend on."""
+        graph = accumulating(self.traced.whole.joint, self.num_outputs, frozenset()).graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
         for node in reversed(list(graph.nodes)):
             # A random op advances the generator for those after it, whether or not its result is read.
             if node.op == "call_function" and not node.users and random_op(node) is None:
                 graph.erase_node(node)
-        return graph
-
-    @functools.cached_property
-    def _inputs_of_gradients(self) -> tuple[int, ...]:
-        """Tensor inputs whose content the gradients depend on: not the running statistics of a BatchNorm in training."""
-        graph = self._whole_graph
-        nodes = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-        return tuple(
-            k
-            for k, n in enumerate(nodes)
-            if isinstance(n.meta.get("val"), torch.Tensor) and any(n in content_inputs(user) for user in n.users)
-        )
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        # The running statistics of a BatchNorm in training are no such input.
+        reads = [any(n in content_inputs(user) for user in n.users) for n in inputs]
+        read = [k for k, n in enumerate(inputs) if reads[k] and isinstance(n.meta.get("val"), torch.Tensor)]
+        return boxed(fx.GraphModule(self.traced.whole.joint, graph)), read
 
     @functools.cached_property
     def random(self) -> bool:
