@@ -50,7 +50,7 @@ class DynamoTransparentError(ShortenTraceback):
 
 
 def recompile_current_frame() -> Callable[[], None] | None:
-    """A function that drops the compiled code of the frame being compiled now, so that its next call compiles it again."""
+    """A function that drops the compiled code of the frame being compiled now: the next call compiles it again."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:
@@ -84,7 +84,7 @@ def call_through(module: nn.Module, function: Callable[..., Any] | None) -> None
 
 
 def called_through(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that calls of a module go through, such as after ``module.compile()``; None for the module itself."""
+    """The function that calls of a module go through, for example after ``module.compile()``; None for the module itself."""
     return module._compiled_call_impl
 
 

@@ -61,7 +61,7 @@ def current_backward() -> int:
 def grad_accumulators() -> dict[int, Any]:
     """Nodes that will add gradients of the running node to ``.grad`` of leaves, by the identity of the leaf.
 
-    There are none for leaves that are no part of this backward, such as in ``torch.autograd.grad`` and ``backward(inputs=...)``,
+    There are none for leaves outside of this backward, for example in ``torch.autograd.grad`` and ``backward(inputs=...)``,
     and none under compiled autograd, which runs no nodes.
     """
     node = torch._C._current_autograd_node()

@@ -61,8 +61,8 @@ def value_at_upper_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool)
 def upper_bound(number: torch.SymInt) -> int | None:
     """Largest value of a symbolic size over the ranges of its symbols; None if a symbol has no upper bound.
 
-    Interval arithmetic decides if its bound is attained with every symbol at its upper bound. Otherwise, as in ``1024 - n``, the
-    expression is sampled along the range of each symbol.
+    Interval arithmetic gives a bound, which is exact if it is attained with every symbol at its upper bound. Otherwise, as in
+    ``1024 - n``, the expression is sampled along the range of each symbol.
     """
     return largest_value(number.node.expr, number.node.shape_env)
 

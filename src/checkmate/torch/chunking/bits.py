@@ -1,10 +1,10 @@
 """Whether a stage in pieces gives the same bits as its whole ops, found out by running both on this device.
 
-A kernel may take another path for a slice, such as a path for products of few rows. The path depends on sizes and strides and
-never on data. Therefore a comparison on random data at the real sizes decides. It runs op by op, because a later op such as a
-clamp can hide a difference, and piece by piece, because memory is short if ops run in pieces. Elementwise ops are also tested
+A kernel may take another path for a slice, for example one for products of few rows. The path depends on sizes and strides and
+never on data. Therefore a comparison on random data at the real sizes decides. It runs op by op, because a later clamp, for
+example, can hide a difference, and piece by piece, because memory is short if ops run in pieces. Elementwise ops are also tested
 in another way, below. Sums over pieces are different: their additions have another order. Equal bits are luck there, and no
-stage with one is tested.
+stage with a sum is tested.
 
 Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one. If the op is
 transcendental, the rest is computed by another function. Which elements are the rest depends on sizes and strides. The two

@@ -2,7 +2,7 @@
 
 The C library returns every large allocation to the system when it is freed, and gets it back page by page: in the head of a
 language model with 128,256 words that took a fifth of the time (4,096 tokens in 32 pieces, on a CPU). The largest tensors of a
-piece are therefore written into buffers that live as long as the program runs. The number of buffers is the number of tensors
+piece are therefore written into buffers that live as long as the program runs. There are at most as many buffers as tensors
 that exist at once: an op writes over its first operand if no later op reads that and the kernel computes number by number, or
 row by row. CUDA's allocator keeps freed memory, and needs no buffers.
 """

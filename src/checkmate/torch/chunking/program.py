@@ -63,7 +63,7 @@ _SUMMED_AS = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
 
 
 class NotChunkable(CheckmateError):
-    """A stage cannot run piece by piece after all: an op does not take slices, such as a view of a strided tensor."""
+    """A stage cannot run piece by piece after all: an op does not take slices, for example a view of a non-contiguous tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Stages run in *waves*, with ops outside between two of them. Ops of one wave tha
 for the gradients of a convolution's input and of its weight, for example, need less memory one after the other.
 
 Growth ends at small tensors, which a stage reads whole. Some of them exist for the region alone, and are computed from a smaller
-tensor, such as a mask of booleans, or from a tensor that is alive anyway: the gradient of attention's output is a product of the
+tensor, such as a mask of booleans, or from one that is alive anyway: the gradient of attention's output is a product of the
 gradient that the residual connection passes on. The op that computes them becomes part of the region.
 """
 
@@ -258,7 +258,7 @@ class _Stages:
         return list(groups.values())
 
     def _computed_with(self, op: fx.Node, wave: int) -> list[fx.Node]:
-        """The ops, views aside, that make the operands of an op and that a stage of some wave computes itself."""
+        """The ops, without views, that compute the operands of an op and that a stage of some wave runs itself."""
         found: list[fx.Node] = []
         for value, _ in _read(self.region, op):
             if not self._is_operand(value, op, wave):

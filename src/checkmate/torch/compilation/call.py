@@ -1,8 +1,8 @@
 """A context around each call of a compiled function, which finds the ops of the call that no plan covers.
 
 Dynamo leaves out code that it cannot trace: it skips a function, or runs the code between two graphs eagerly. Nothing then calls
-the backend: only a look at whole calls can tell. Differentiable ops make autograd nodes. The nodes are counted inside of planned
-graphs, while Dynamo compiles (from fake tensors), and elsewhere. A call without gradients makes none.
+the backend: only a look at whole calls can tell. Differentiable ops make autograd nodes. Their numbers inside of planned
+graphs, while Dynamo compiles (from fake tensors), and elsewhere tell which ops ran where. A call without gradients makes none.
 """
 
 from __future__ import annotations

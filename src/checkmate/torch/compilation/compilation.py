@@ -105,7 +105,7 @@ class Compilation:
         return separate and coordinator().steps.begin_as_compiled and not coordinator().in_flight
 
     def _unplannable(self, error: GraphError) -> None:
-        """Run a graph that cannot be planned as it is, if keeping everything keeps the budget."""
+        """Have a graph that cannot be planned run as it is, if keeping everything keeps the budget."""
         inside = self.hooks.whole or not self.hooks.inference or self.hooks.captured is not None or self.options.plan is not None
         if inside or not (self._budget is None or self.planner.keeps_everything):
             raise error

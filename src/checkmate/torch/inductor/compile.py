@@ -127,7 +127,7 @@ class _Trials:
             for t in example_inputs
         ]
         text = "\n".join([str(self._problem), repr(compilation.options), gm.code, *described])
-        self.key = hashlib.sha256(text.encode()).hexdigest() if cached else None  # of all that decides on whether the step fits
+        self.key = hashlib.sha256(text.encode()).hexdigest() if cached else None  # of all that decides whether the step fits
         self.search = CalibratedSearch(compilation, fingerprint)
         self._task = dataclasses.replace(
             compilation.task,

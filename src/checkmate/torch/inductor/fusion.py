@@ -60,8 +60,8 @@ def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
 def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     """Predicted peak of the code of a plan, above resident memory, before the code is generated.
 
-    In addition to the account of `simulate`, Inductor fuses ops in a row without another library's kernel between them: a value
-    that is computed and read only inside this run is not stored. The result of a pointwise op is written over an operand of the
+    In addition to the account of `simulate`, Inductor fuses *runs* of ops without another library's kernel between them: a value
+    that is computed and read only inside a run is not stored. The result of a pointwise op is written over an operand of the
     same size that dies there, unless another op of the run also reads the operand and the pointwise op does not depend on it:
     both are fused then. Fused ops are one kernel: all its results are allocated before it, and its inputs are freed after it.
 

@@ -57,7 +57,7 @@ def takes_subgraphs() -> bool:
 
 
 def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> fx.GraphModule:
-    """The module with the sequences of ops that repeat in it as calls of subgraphs."""
+    """The module with calls of subgraphs in place of the sequences of ops that repeat in it."""
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
     if any(isinstance(n.meta.get("val"), torch.SymInt) for n in module.graph.nodes):
         return module  # symbolic sizes are inputs of ops, and their expressions differ

@@ -21,7 +21,7 @@ from checkmate.torch.graph.storages import storage_key, strided_parts
 
 @dataclass(frozen=True, slots=True)
 class EagerOp:
-    """An op that has run outside of planned graphs, with the tensors with memory among its arguments and results."""
+    """An op that has run outside of planned graphs, and those of its arguments and results that have memory."""
 
     given: Sequence[torch.Tensor]
     made: Sequence[torch.Tensor]  # results with new storages

@@ -29,7 +29,7 @@ class KnownPlan:
     grown: int = 0  # how many earlier plans did not leave enough room
 
     def leaves_room(self, earlier: tuple[int, ...], ignored_bytes: int) -> bool:
-        """Whether the plan keeps its budget next to these bytes of earlier steps, except for at most the ignored bytes."""
+        """Whether the plan keeps its budget next to these bytes of earlier steps, or exceeds it by ignored bytes only."""
         free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
         free = max(free, ignored_bytes)
         return all(now <= then + free for now, then in zip(earlier, self.earlier, strict=True))

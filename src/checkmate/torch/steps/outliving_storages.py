@@ -121,7 +121,7 @@ class OutlivingStorages:
             yield last, known.size_bytes
 
     def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
-        """Bytes of the storages of earlier steps that are alive and that the step is not given, by their keys."""
+        """Bytes of the storages of earlier steps that are alive and not among the inputs of the step, by their keys."""
         return {key: known.size_bytes for key, known in self._alive(recorder, gradients).items()}
 
     def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Outliving]:

@@ -114,7 +114,7 @@ class StepRecorder:
     _running: bool = False  # whether a segment runs now
     _versions: list[tuple[SeenStorage, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _returned_bytes: int = 0  # of storages that segments made and that are alive
-    _returned_at: int = 0  # both when the newest segment ended
+    _returned_at: int = 0  # its sum with `eager_bytes` when the newest segment ended
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, SeenStorage] = field(default_factory=dict)  # those that are alive, by the key of the storage

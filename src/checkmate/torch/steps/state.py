@@ -86,7 +86,7 @@ class StateMachine:
 
 
 class PlanDecision(Enum):
-    """How a step runs that was recorded and begins again."""
+    """How a recorded step runs when it begins again."""
 
     KEEP = "as its graphs were compiled"
     COMPILE_FOR_LESS = "its only graph is compiled again, for less than the budget"

@@ -246,7 +246,7 @@ _Span = tuple[int, int]
 
 
 def observed_step(record: StepRecorder, graphs: Sequence[CapturedGraph], room: StepRoom) -> ObservedStep:
-    """A recorded step that is over as data to plan from, with the captured graph of each run."""
+    """A recorded step as data for planning, after its end, with the captured graph of each run."""
     return _Observation(record, room).step(graphs)
 
 

@@ -52,7 +52,7 @@ class _UnsupportedError(Exception):
 
 
 def _frozen(value: Any) -> Any:
-    """An argument with layouts for tensors and tuples for lists, so that equal calls compare equal."""
+    """An argument with layouts for tensors and tuples for lists: equal calls compare equal."""
     if isinstance(value, torch.Tensor):
         numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else ()
         if value.layout is not torch.strided or not all(type(n) is int for n in numbers):

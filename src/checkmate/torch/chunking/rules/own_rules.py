@@ -279,7 +279,7 @@ def _depthwise(call: OpCall) -> bool:
 
 
 def _group_norm(call: OpCall) -> Iterator[Rule]:
-    """Examples, each of which has its own statistics; the gradients of weight and bias are sums over them."""
+    """Examples, each of which has its own statistics; the gradients of weight and bias are sums over examples."""
     mask = call["output_mask"]
     if mask is None:
         yield call.rule(0, 0, 0, input=0)
