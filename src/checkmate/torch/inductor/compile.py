@@ -41,7 +41,7 @@ _log = logging.getLogger("checkmate.torch")
 
 
 def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> CompiledGraph | None:
-    """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, which only one process finds out."""
+    """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, a fact stored for later processes."""
     trials, misfits = _Trials(gm, example_inputs, compilation), Misfits()
     least = None if trials.key is None else misfits.get(trials.key)
     if least is not None:
