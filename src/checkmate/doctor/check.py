@@ -13,9 +13,9 @@ _REPORT = "report this with the output of `checkmate doctor --json`"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one check: what was looked at, what was found, and what to do about it.
+    """The outcome of one check: its subject, the finding, and the cure.
 
-    A note is worth knowing and no fault; a skipped check could not be made, for the reason in its detail.
+    A note is information and no fault. A skipped check could not be made; its detail has the reason.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Check:
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The outcome of a check; one that raises has failed."""
+    """The outcome of a check; a check that raises has failed."""
     try:
         return check()
     except CheckmateError as error:
         return Check(name, "failed", f"{type(error).__name__}: {error.message}", error.hint or _REPORT)
-    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is what is looked for
+    except Exception as error:  # noqa: BLE001 - the check looks for any error of a broken installation
         first = next(iter(str(error).strip().splitlines()), "")
         return Check(name, "failed", f"{type(error).__name__}: {first}", _REPORT, {"error": str(error)})
