@@ -64,7 +64,7 @@ class Measurements:
     """Measurements of one training."""
 
     total_bytes: int  # peak while the step ran, everything included
-    reserved_bytes: int | None  # what the CUDA allocator held then; None on a CPU
+    reserved_bytes: int | None  # reserved by the CUDA allocator then; None on a CPU
     planned_bytes: int | None  # None if the compiler decides on stored values
     time_s: float  # of the fastest step
     planning_s: float  # seconds until the step was compiled and planned

@@ -26,7 +26,7 @@ class Trial(Generic[T]):
     planned_bytes: int | None  # its planned peak
     needed_bytes: int | None  # its peak as measured, or as predicted if a run was not worth its time
     cost: float
-    overhead: float = 1.0  # its cost over that of keeping everything
+    overhead: float = 1.0  # its cost over the cost of keeping everything
     measured: bool = True
     outcome: T  # the front end's own record of the trial
 

@@ -121,7 +121,7 @@ def planned(graph: Graph, result: Result) -> None:
     if _work is not None:
         peak, budget = format_bytes(result.peak_bytes), format_bytes(result.budget_bytes)
         figures = f"overhead {100 * (result.overhead - 1):.2f} %, gap {100 * result.gap:.2f} %"
-        _work.texts[:1] = ["compiling"]  # what the outermost block does from now on
+        _work.texts[:1] = ["compiling"]  # the text of the outermost block from now on
         _draw(_work, at_once=True)
         _work.plan = f"peak {peak} of {budget}, {figures}, {len(graph.ops)} ops"
 

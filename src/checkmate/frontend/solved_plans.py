@@ -34,7 +34,7 @@ PLANNED_BEFORE: Final = "planned before"
 
 
 _LEAST_S: Final = 0.02
-"""Seconds of a solve whose plan is worth storing: in less, no search ran: a new process loads kernels for a second."""
+"""Seconds of a solve whose plan is worth storing: it has searched, for which a new process loads kernels for a second."""
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
@@ -75,8 +75,8 @@ class SolvedPlans:
     def get(self, problem: Problem, solver: str, limits: Limits) -> tuple[Result, bool] | None:
         """The stored plan of a problem, checked and simulated again; None without a plan that passes.
 
-        The boolean tells whether the plan answers a solve with these limits. If not, its search had less time, and the plan is one
-        to start from.
+        The boolean tells whether the plan answers a solve with these limits. If not, its search had less time, and the plan is
+        only a start.
         """
         began = time.perf_counter()
         row = self._read(_key(problem, solver))

@@ -255,7 +255,7 @@ def read_oom(
         device: Index of the device in the snapshot; by default that of the error.
 
     Raises:
-        FileFormatError: The text is not that of such an error, or the file is not a memory snapshot.
+        FileFormatError: The text is no out-of-memory error, or the file is no memory snapshot.
         OptionError: The file cannot be opened.
 
     Examples:
