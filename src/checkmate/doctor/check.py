@@ -35,6 +35,6 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except CheckmateError as error:
         return Check(name, "failed", f"{type(error).__name__}: {error.message}", error.hint or _REPORT)
-    except Exception as error:  # noqa: BLE001 - the check looks for any error of a broken installation
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is what is looked for
         first = next(iter(str(error).strip().splitlines()), "")
         return Check(name, "failed", f"{type(error).__name__}: {first}", _REPORT, {"error": str(error)})

@@ -50,7 +50,7 @@ def region_policy(
         optimizer: The optimizer; its state and the temporary tensors of its step count.
         example: A batch.
         budget: A total (``"8GiB"``) or a share (``"50%"``).
-        save: What regions may save. ``"ops"``: single ops, in each region separately. ``"modules"``: the same modules in all
+        save: Values to save. ``"ops"``: of single ops, in each region separately. ``"modules"``: the same modules in all
             regions. ``"nothing"``: regions are checkpointed as a whole or not at all.
         regions: Paths of modules to checkpoint, with ``*`` and ``?``, such as ``["layers.*"]``; by default the outermost modules
             with a number for a name that have siblings.
@@ -75,7 +75,7 @@ def region_policy(
     given: dict[str, Any] = {"example": example, "optimizer": optimizer, "autocast": options.get("autocast"), "costs": costs}
     half_s = options.get("time_limit_s", 2 * TIME_LIMIT_S) / 2
     with progress.shown("choosing regions to checkpoint"):
-        # Eager mode makes small tensors from Python numbers, 32 bytes with unfused attention; the trace has none.
+        # Eager mode makes tensors of a few bytes from Python numbers, 32 with unfused attention; the trace has none.
         graph = capture(model, loss, **given, whole=False, reserve=4096)
         problem = Problem(graph, budget)
         _check_update(graph.resident_bytes, model, optimizer, problem.budget_bytes)

@@ -141,7 +141,7 @@ def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with mode, _without_log_of_shapes(), torch.enable_grad(), warnings.catch_warnings(action="ignore"):
             fake = args if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
             spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, kwargs))
-    except Exception as error:  # noqa: BLE001 - the user's code may raise any error
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         return None if type(error).__module__.startswith("torch.") else error  # an op that fake tensors cannot do
     return None
 
