@@ -74,7 +74,7 @@ class Measurements:
 
 
 def check_path(path: StepPath, device: str) -> Check:
-    """A path: its peak keeps the budget and the plan; its bits equal those of keeping everything with the same compiler."""
+    """A path: its peak keeps the budget and the plan; its bits are as with everything kept, by the same compiler."""
     try:
         with deterministic():
             return _check(path, device)

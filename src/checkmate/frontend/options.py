@@ -183,7 +183,7 @@ def takes_options(
 
 
 def refuse_unknown(given: Iterable[str], of: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Refuse an unknown option; the hint is that of ``elsewhere``, or the message names the nearest known option."""
+    """Refuse an unknown option; the hint comes from ``elsewhere``, or the message names the nearest known option."""
     known = list(known)
     for name in map(str, given):
         if name not in known:

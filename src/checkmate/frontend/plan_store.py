@@ -114,7 +114,7 @@ class Misfits:
 
     def add(self, key: str, least_bytes: int) -> None:
         """Store the bytes of the smallest compilation of a step; an entry that another process stored before stays."""
-        row = (key, str(least_bytes))  # the columns are those of stores that earlier versions made
+        row = (key, str(least_bytes))  # the same columns as in stores of earlier versions
         self.database.run(lambda db: db.execute("INSERT OR IGNORE INTO compilers VALUES (?, 'eager', ?)", row), None)
 
 

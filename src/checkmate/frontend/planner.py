@@ -143,7 +143,7 @@ def _left_s(limit_s: float, spent_s: float) -> float:
 
 
 def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
-    """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are those of the search.
+    """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are the search's.
 
     The quick search comes within some per cent of the smallest peak. If its plan takes more than ``enough_bytes``, resident bytes
     included, another search takes the rest of the time.
@@ -177,7 +177,7 @@ class GivenPlan:
     """A planner that returns a given plan unchanged, or refuses it.
 
     A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
-    process. The figures of the result are those of the current graph.
+    process. The result has the figures of the current graph.
     """
 
     plan: Plan

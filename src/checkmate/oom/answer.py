@@ -252,7 +252,7 @@ def read_oom(
         error: The caught `torch.OutOfMemoryError`, or its text.
         snapshot: A file of `torch.cuda.memory._dump_snapshot` made after the error, for the contents of the memory. No code in
             it is run.
-        device: Index of the device in the snapshot; by default that of the error.
+        device: Index of the device in the snapshot; by default the device of the error.
 
     Raises:
         FileFormatError: The text is no out-of-memory error, or the file is no memory snapshot.

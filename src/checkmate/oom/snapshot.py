@@ -67,7 +67,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     stream: int = 0
     time_us: int = 0
     device_free: Bytes | None = None  # only for "oom"
-    frames: Any = None  # as those of a block; None if stacks were not recorded
+    frames: Any = None  # as in a block; None if stacks were not recorded
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

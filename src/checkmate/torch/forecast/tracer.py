@@ -1,4 +1,4 @@
-"""Trace a step for an emulated device or the one at hand, at the size of its example or another, within a time limit."""
+"""Trace a step for an emulated device or the current one, at the size of its example or another, within a time limit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DeviceTracer:
 
     recipe: StepRecipe
     until: float  # value of ``time.perf_counter()`` at the end of the time limit
-    target: EmulatedDevice | None = None  # None for the device at hand, where costs and workspace are measured
+    target: EmulatedDevice | None = None  # None for the current device, on which costs and workspace are measured
     optimizer: str | None = None  # name of an optimizer, in place of the recipe's
     trace_s: float = 0.0  # seconds of the newest trace
 

@@ -28,7 +28,7 @@ BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
 """BatchNorm without running statistics; its outputs 0 to 2 are bitwise equal to `BATCH_NORM`'s."""
 
 PURE = ("aten", "prims", "checkmate")
-"""Namespaces whose schemas are complete: their ops have no effect besides the arguments marked as written."""
+"""Namespaces whose schemas are complete: their ops have no effect except on the arguments marked as written."""
 
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
 """Ops that draw a seed for later ops; a recomputation would draw another seed, and these ops cannot replay a state."""

@@ -26,7 +26,7 @@ class ProfilerBusyError(CheckmateError, RuntimeError):
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:
-    """Peak of allocated bytes during a call, above those allocated when it begins.
+    """Peak of allocated bytes during a call, above the bytes allocated when it begins.
 
     On the CPU this comes from the allocator's reports to torch's profiler, on CUDA from
     ``torch.cuda.max_memory_allocated``; both are exact. Call a compiled function once or twice before

@@ -8,7 +8,7 @@ before it first reads a fetched value (`wait_fetched`), and before it discards t
 and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`. A
 host buffer is reused only by a copy that is issued after one of these waits.
 
-On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has separate ops for the same purpose (``ao::offload``,
+On CUDA nothing here has been run: no GPU was available. torch 2.13 has separate ops for the same purpose (``ao::offload``,
 ``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, and a copy back would wait for
 earlier copies out; ``wait_tensor`` also frees the storage of its source although views may share it.
 """

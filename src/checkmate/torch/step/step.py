@@ -116,7 +116,7 @@ class Step:
 
         Raises:
             CheckmateError: The batch has a new shape, and no plan for it keeps the budget.
-            OptionError: The arguments are not those of the example, or ``micro_batches`` does not divide the rows.
+            OptionError: The arguments do not match the example, or ``micro_batches`` does not divide the rows.
         """
         refuse_inference_mode()
         if self._unclipped:
@@ -272,8 +272,8 @@ def capture(
             traced on the CPU and then changed into the step of that device: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
             be on the meta device. `fits` also reports unknown properties of the device.
-        plain_loop: Whether the step is that of a loop which compiles only the model, by `torch.compile`, and calls the loss and
-            the optimizer itself. A plan of it is for ``options={"plan": ...}`` of the backend.
+        plain_loop: Whether a loop compiles only the model, by `torch.compile`, and calls the loss and the optimizer itself. A plan
+            of this step is for ``options={"plan": ...}`` of the backend.
         options: Further options, as in `compile`; `GraphOptions` describes them.
 
     Raises:
