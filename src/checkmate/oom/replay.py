@@ -62,8 +62,8 @@ class Moment:
 def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
     """The moment of the last out-of-memory error; without one, of the largest use in the recording.
 
-    The state is reconstructed backwards from the snapshot, as in PyTorch's viewer. The default is the device of an error, else the
-    device with the most reserved memory.
+    The state is reconstructed backwards from the snapshot, as in PyTorch's viewer. The default is the device of an error, else
+    the device with the most reserved memory.
     """
     at = _device(snapshot, device)
     trace = snapshot.device_traces[at] if at < len(snapshot.device_traces) else []

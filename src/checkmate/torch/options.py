@@ -76,8 +76,8 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
         accumulate: Whether the first plan is already for a step that begins with gradients. Such a step needs no option: by
             default it is planned at its first occurrence. With True there is one plan instead of two, and a budget that is too
             small for accumulated gradients is refused at the first step.
-        checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any value of them;
-            with ``"respected"`` they are recomputed in the backward and never held for it, and the planner decides on all others.
+        checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any of their values.
+            With ``"respected"`` the backward recomputes them and never holds them, and the planner decides on all other values.
             Values that selective checkpointing must save are computed once in both cases. ``"respected"`` is refused for a whole
             step, which has no boundary before the backward.
         costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace.
@@ -200,7 +200,7 @@ class Options:
                 f"no_recompute={names!r} is not a sequence of names",
                 hint="give a tuple, such as no_recompute=('my_library::op',)",
             )
-        planning = self.planning  # parsed now, an unreadable budget is then refused before tracing
+        planning = self.planning  # parsed now to refuse an unreadable budget before tracing
         parse_bytes(self.reserve)
         values: dict[str, Any] = {
             "budget": planning.budget,

@@ -188,7 +188,7 @@ class Ranks:
             ) from error
 
     def _is_ahead(self, store: dist.Store, rank: int) -> bool:
-        """Whether a rank has run more planned forwards than this rank, and therefore the forward that this rank has to compile."""
+        """Whether a rank has run more planned forwards than this rank: also the forward that this rank has to compile."""
         key = f"forwards/{rank}"
         return store.check([key]) and int(store.get(key)) > self._forwards
 

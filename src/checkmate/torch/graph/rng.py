@@ -1,7 +1,7 @@
 """Recomputation of random ops: the generator's state is saved at the first computation and replayed later.
 
-Otherwise dropout would draw another mask in the backward than in the forward, and gradients would be wrong. The ops that save and
-replay are defined by torch's own partitioner (``torch/_prims/rng_prims.py``).
+Without replay, dropout would draw another mask in the backward than in the forward, and gradients would be wrong. The ops that
+save and replay are defined by torch's own partitioner (``torch/_prims/rng_prims.py``).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ CUDA_ALIGNMENT_BYTES = 512
 SCALAR_TANGENT_BYTES = 16
 """A tangent of at most this many bytes counts as the tangent of a scalar: one element of complex128, the widest type.
 
-Its holder differs: ``loss.backward()`` creates the gradient of the loss and holds it until the
+The holder of this tangent differs: ``loss.backward()`` creates the gradient of the loss and holds it until the
 backward returns, while the gradient of any other output is freed after its last use in the backward.
 """
 

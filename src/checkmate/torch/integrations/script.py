@@ -2,7 +2,7 @@
 
 A module is compiled in place at its first call with gradients, if an optimizer owns parameters of it and no other module of this
 kind is calling it. The compiled module is the outermost one that the script calls, which need not be the one that the script
-calls its model. Until then calls of every module with such parameters go through a `_FirstCall`.
+calls its model. Until then calls of every module with parameters of an optimizer go through a `_FirstCall`.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class _Builder:
         """Values that are live at the end of the step, and values whose op must run exactly once.
 
         The caller holds the storages that the forward returned. A second computation would be a second allocation: the op that
-        allocates such a storage runs once. A view of it may be computed again, since it refers to the same storage.
+        allocates this storage runs once. A view of it may be computed again, since it refers to the same storage.
         """
         held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
@@ -315,7 +315,7 @@ class _Builder:
             outputs=outputs,
             cost=cost.cost_ns,
             # A replay saves the generator's current state, to restore it. A graph has no workspace for recomputations alone:
-            # it counts for every computation of a random op.
+            # the state counts for every computation of a random op.
             workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (

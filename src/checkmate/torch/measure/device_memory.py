@@ -1,9 +1,9 @@
 """Bytes of all tensors on a device, and the state of optimizers, existing or to come.
 
 On CUDA the caching allocator counts the bytes. PyTorch has no such count on a CPU: there a look at all objects that Python's
-garbage collector tracks finds the tensors, in a tenth of a second or more. The C library's count of allocated memory, read in 40
-microseconds, therefore tells whether a look is due (`LookDue`). Tensors that only C++ holds, for example those that autograd has
-saved for an eager graph, are found through the graphs of the tensors that Python holds.
+garbage collector tracks finds the tensors, in a tenth of a second or more. The process therefore looks only when the C library's
+count of allocated memory, read in 40 microseconds, has grown (`LookDue`). Tensors that only C++ holds, for example those that
+autograd has saved for an eager graph, are found through the graphs of the tensors that Python holds.
 """
 
 from __future__ import annotations

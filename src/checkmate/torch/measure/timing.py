@@ -124,7 +124,7 @@ def measure_on_cuda(node: fx.Node) -> tuple[float, int]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best_ns = float("inf")
     for _ in range(5):
-        # The GPU is busy for half a millisecond while the op is launched, and therefore only its kernels are timed, not launches.
+        # The GPU is busy for half a millisecond while the op is launched, so only its kernels are timed, not launches.
         keep_busy(1_000_000)
         begin.record()
         *_, out = run()

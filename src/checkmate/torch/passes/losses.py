@@ -4,7 +4,7 @@
 targets. Rewritten, it picks one log-probability for each token, and the same kernel sums the picks: the order of the sum is the
 kernel's, and pieces change no bit. The number of targets is computed from the targets.
 
-A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As data it would make the backward of the
+A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As a data dependency it would make the backward of the
 first piece wait for the forward of the last.
 """
 
@@ -44,7 +44,7 @@ def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduc
         picks = call(operator.getitem, call(_NLL, log_p, target, None, _NONE, ignore), 0)
         column = call(aten.unsqueeze.default, call(aten.neg.default, picks), 1)
         counted = call(aten.ne.Scalar, target, ignore)
-        # The class of each pick in its one column: 0, or the class to ignore: target - target * counted.
+        # The class of each pick in its one column: 0, or the class to ignore. It equals target - target * counted.
         classes = call(aten.sub.Tensor, target, call(aten.mul.Tensor, target, counted))
         count = call(aten.sum.dim_IntList, counted, [0])
         total_weight = call(aten._to_copy.default, count, dtype=log_p.meta["val"].dtype)

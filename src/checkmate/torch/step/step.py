@@ -272,8 +272,8 @@ def capture(
             traced on the CPU and then changed into the step of that device: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
             be on the meta device. `fits` also reports unknown properties of the device.
-        plain_loop: Whether a loop compiles only the model, by `torch.compile`, and calls the loss and the optimizer itself. A plan
-            of this step is for ``options={"plan": ...}`` of the backend.
+        plain_loop: Whether a loop compiles only the model, by `torch.compile`, and calls the loss and the optimizer itself. A
+            plan of this step is for ``options={"plan": ...}`` of the backend.
         options: Further options, as in `compile`; `GraphOptions` describes them.
 
     Raises:
@@ -304,7 +304,7 @@ def capture(
 def _whole(recipe: StepRecipe, options: Options) -> bool | None:
     """Whether the updates are in the step; None if they are in it whenever possible.
 
-    Inductor compiles updates only if asked, since it rounds them in another way.
+    Inductor compiles updates only with ``whole`` or ``micro_batches``: it rounds them in another way.
     """
     whole = recipe.whole
     if options.checkpoints == "respected":

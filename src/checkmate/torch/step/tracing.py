@@ -69,9 +69,9 @@ def stop_after_capture() -> Iterator[CaptureStop]:
 
     `torch.compile` compiles a function at its first call and then runs it, and has no public way to only compile. An exception
     therefore ends the call before the first kernel of the step: model, optimizer and random state stay unchanged. A graph alone
-    needs no plan and no compiled code: the exception takes the place of planning, within Dynamo. Dynamo would wrap any exception
-    of a backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache:
-    its forward raises when Dynamo runs it for the first time.
+    needs no plan and no compiled code: the exception takes the place of planning, within Dynamo. Dynamo wraps any exception of a
+    backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache:
+    its forward therefore raises when Dynamo runs it for the first time.
     """
     stop = CaptureStop()
     with contextlib.suppress(_StopAfterCapture):
