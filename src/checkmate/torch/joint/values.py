@@ -1,9 +1,9 @@
 """Values of a joint graph: allocations, views of them, and the FX node of each.
 
 A value of `checkmate.core.graph.Graph` that allocates is a storage; a view of it has 0 bytes and keeps the storage alive. FX
-graphs have tensors instead, several per storage, and aliasing has to be recovered. The recovery is exact because fake tensors share
-storages as the real ones will: two tensors alias if and only if their storage keys are equal. Without it a view would count as a
-second allocation, or be freed separately from its base.
+graphs have tensors instead, several per storage, and aliasing has to be recovered. The recovery is exact because fake tensors
+share storages as the real ones will: two tensors alias if and only if their storage keys are equal. Without it a view would count
+as a second allocation, or be freed separately from its base.
 
 Cases in which equal keys alone would mislead:
 

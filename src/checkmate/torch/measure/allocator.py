@@ -56,7 +56,7 @@ def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted 
 class ReservedMemory:
     """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
 
-    A call predicts the bytes. A CPU has no such allocator: there is only the prediction.
+    A call predicts the bytes. On a CPU, without this allocator, there is only the prediction.
     """
 
     def __init__(self, device: torch.device | None) -> None:

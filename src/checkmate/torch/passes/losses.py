@@ -4,8 +4,8 @@
 targets. Rewritten, it picks one log-probability for each token, and the same kernel sums the picks: the order of the sum is the
 kernel's, and pieces change no bit. The number of targets is computed from the targets.
 
-A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As a data dependency it would make the backward of the
-first piece wait for the forward of the last.
+A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As a data dependency it would make the
+backward of the first piece wait for the forward of the last.
 """
 
 from __future__ import annotations
