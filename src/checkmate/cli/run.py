@@ -59,7 +59,7 @@ def run(
         planned = {"planned": [asdict(planned) for planned in report.planned], "advice": report.advice()}
         terminal.emit({"exit_code": code, "budget": str(report.budget), **terminal.picked(report, *names), **planned})
         return code
-    if code in (0, 130) or report.optimizers:  # otherwise it ended before it had anything to train
+    if code in (0, 130) or report.optimizers:  # otherwise the script ended before any training
         terminal.warn("", "checkmate: interrupted; so far:" if code == 130 else "checkmate:", *report.lines())
     return code
 
@@ -81,7 +81,7 @@ def misspelt(option: str, words: Sequence[str]) -> str:
 
 
 def arranged(tokens: Sequence[str]) -> list[str]:
-    """Arguments of the verb with the options before the script, and a `--` between them and what is the script's.
+    """Arguments of the verb with the options before the script, and a `--` between the options and the script.
 
     Examples:
         >>> arranged(["train.py", "--lr", "0.1", "--budget", "20GiB"])
@@ -109,7 +109,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     as_module = script == "-m"
     name, arguments = (arguments[0], arguments[1:]) if as_module else (script, arguments)
     before, sys.argv = sys.argv, [name, *arguments]
-    # The folder stays on the path of imports, for what runs at exit.
+    # The folder stays on the path of imports, for code that runs at exit.
     sys.path.insert(0, str(Path.cwd()) if as_module else str(Path(name).resolve().parent))
     try:
         if as_module:
@@ -125,7 +125,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         raise
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # noqa: BLE001 - as python does for whatever a script raises
+    except BaseException as error:  # noqa: BLE001 - as python does for all errors of a script
         _show(error)
         return 1
     finally:
