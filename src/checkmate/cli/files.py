@@ -58,7 +58,7 @@ class Outputs:
         wanted = [path for path in paths if path is not None]
         size_bytes = 2**16  # least size of an output, in addition to the sizes of the inputs
         for path in self._inputs:
-            with contextlib.suppress(OSError):  # reading it gives the error
+            with contextlib.suppress(OSError):  # the later read raises the error
                 size_bytes += path.stat().st_size
         for k, path in enumerate(wanted):
             self._check_is_no_input(path)

@@ -46,7 +46,7 @@ def run(
         written = misspelt("--budget", arguments)
         hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
         raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
-    parsed(budget)  # now: importing torch takes seconds
+    parsed(budget)  # before importing torch, which takes seconds
     _check_script(script, arguments)
     needs("torch", "torch")
     from checkmate.torch.integrations.script import training_within
@@ -75,7 +75,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def misspelt(option: str, words: Sequence[str]) -> str:
-    """The first word that may be meant to be an option; empty if there is none."""
+    """The first word that may be a misspelt option; empty if there is none."""
     names = (word.partition("=")[0] for word in words)
     return next((name for name in names if name != option and difflib.get_close_matches(name, [option])), "")
 

@@ -122,7 +122,7 @@ def _place(error: Exception, file: str) -> str:
 
 
 def _cure(error: Exception, file: str) -> str:
-    """An imperative for an error of the user's code."""
+    """The action to take for an error of the user's code, as an imperative."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{file}.".startswith(f"{error.name}."):
         return SHAPE if not Path(f"{file}.py").is_file() else f"give the file with its ending: {file}.py:FUNCTION"
     if isinstance(error, ModuleNotFoundError) and error.name:

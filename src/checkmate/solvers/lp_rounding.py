@@ -35,7 +35,7 @@ class LpRounding:
         threshold: Least S at which a value is held; None sweeps 0.1, 0.2, ... 0.9.
         samples: Random roundings for each share, from the seed of the limits.
         shares: Shares of the budget at which the relaxation is solved.
-        max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
+        max_ops: Larger graphs (views not counted) are refused: the program grows with the square of the ops.
     """
 
     threshold: float | None = None

@@ -28,7 +28,7 @@ class Milp:
     MobileNet (185 ops) from 8.3 to 1.0 s.
 
     Attributes:
-        max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
+        max_ops: Larger graphs (views not counted) are refused: the program grows with the square of the ops.
     """
 
     max_ops: int = 400

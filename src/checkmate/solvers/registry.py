@@ -1,4 +1,4 @@
-"""Solvers by name, those of other packages included."""
+"""Solvers by name, including those of other packages."""
 
 from __future__ import annotations
 

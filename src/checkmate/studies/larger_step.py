@@ -75,7 +75,7 @@ def plan_of_larger(
 
 
 def _larger(budget: Budget, graph: Graph) -> _Planned | None:
-    """The newest planned step with the ops of a graph, of which none writes fewer bytes, and some write more."""
+    """The newest planned step with the ops of a graph; no op writes fewer bytes than in the graph, and some write more."""
     written = _written(graph)
     for planned in reversed(_planned):
         if planned.budget is budget and len(planned.graph.ops) == len(graph.ops):

@@ -187,7 +187,7 @@ def _replayed(sequence: Sequence[Request], resident: Sequence[int], arena_bytes:
     if arena_bytes:
         allocator.release(allocator.allocate(arena_bytes))
     allocator.peak = allocator.in_use
-    for _ in range(3):  # the first starts without cached segments; the second reaches the layout that later ones keep
+    for _ in range(3):  # step 1 starts without cached segments; step 2 reaches the layout that later steps keep
         held: dict[int, Chunk] = {}
         for request in sequence:
             if request.size_bytes:
