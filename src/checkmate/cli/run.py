@@ -125,7 +125,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         raise
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # noqa: BLE001 - as python does for all errors of a script
+    except BaseException as error:  # noqa: BLE001 - as python does for whatever a script raises
         _show(error)
         return 1
     finally:
