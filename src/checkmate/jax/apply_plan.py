@@ -131,7 +131,7 @@ class _Stored:
     """Values behind a fence, or values that the backward is given."""
 
     values: tuple[int, ...]  # values that own their bytes, without constants
-    views: tuple[int, ...]  # ops whose results share the bytes of these, each after those that it reads
+    views: tuple[int, ...]  # ops whose results are views of these values, each after the ops that it reads
 
 
 def _views(capture: Capture) -> dict[int, tuple[int, int]]:

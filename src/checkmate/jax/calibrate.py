@@ -133,7 +133,7 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     """The cheapest plan found whose compiled bytes keep the budget; the first plan found if none is compiled.
 
     Raises:
-        InfeasibleBudgetError: No plan was compiled that keeps the budget.
+        InfeasibleBudgetError: No compiled plan keeps the budget.
     """
     if options.plan is not None or options.budget is None or not compilation.verify:
         result = planner_for(options)(compilation.capture.graph)
@@ -203,8 +203,8 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
 def compiler_options() -> dict[str, str]:
     """Options of `jax.jit` with which XLA respects recomputations on the default device.
 
-    Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before its last merging of equal
-    computations: recomputations, also those of `jax.checkpoint`, merge with the first computation and save nothing.
+    Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
+    for the last time. Recomputations, also those of `jax.checkpoint`, then merge with the first computation and save nothing.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.

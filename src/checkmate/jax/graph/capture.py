@@ -103,7 +103,7 @@ class _Builder:
         return ends if len(ends) == 1 and same_side else set()
 
     def _bases(self, value: int) -> Iterator[int]:
-        """A value and those whose buffer it shares."""
+        """A value and the values whose buffer it shares."""
         yield value
         equation = self.producer.get(value)
         while equation is not None and is_view(equation, self.producer):

@@ -57,7 +57,7 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 def workspace_bytes(eqn: Any) -> int:
     """Bytes that the bodies of an equation need above their arguments, if every value is freed after its last reader.
 
-    Branches need the largest of them; a loop needs those of one iteration.
+    For branches these are the bytes of the largest branch, for a loop those of one iteration.
     """
     return max((peak_bytes(body) for body in _bodies(eqn)), default=0)
 

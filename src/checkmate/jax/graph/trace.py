@@ -37,7 +37,7 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """Name of its primitive, such as ``dot_general``."""
+        """Name of the equation's primitive, like ``dot_general``."""
         return self.eqn.primitive.name
 
     @property

@@ -191,7 +191,7 @@ class Search:
     def relieve(
         self, code: Code, exponent: float, noise: float, batch: float, ruin: Ruin | None = None
     ) -> tuple[float, list[int]]:
-        """Evict at the peaks over the budget, skipping stages at which nothing can be evicted, until only these exceed it.
+        """Evict at the peaks over the budget until only stages exceed it at which nothing can be evicted.
 
         Returns the least excess on the way (bytes over the budget, summed over all computations) and the ops of its plan. The
         excess is infinite if there is no plan. Works on a copy of the code, some of which is cleared first.

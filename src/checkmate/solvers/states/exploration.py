@@ -1,4 +1,4 @@
-"""A best-first search over states, as an object that can be continued where it stopped."""
+"""A best-first search over states, as an object that can be interrupted and continued."""
 
 from __future__ import annotations
 
