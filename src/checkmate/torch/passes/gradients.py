@@ -170,8 +170,9 @@ def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
-    loss = [out for out in results(module) if out not in markers][-1]
+    others = [out for out in results(module) if out not in markers]
     for marker in markers:
+        loss = others[-1]
         with graph.inserting_before(marker):
             update = graph.call_function(UPDATE, marker.args, {})
         update.meta = {k: v for k, v in marker.meta.items() if k != "val"}
