@@ -67,33 +67,24 @@ class HiddenSum(nn.Module):
         return self.net(input_ids=ids, use_cache=False).last_hidden_state.sum()
 
 
-class ConvBlock(nn.Module):
+def conv_block(inputs: int, outputs: int) -> nn.Sequential:
     """Two convolutions with BatchNorm and ReLU."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+    layers: list[nn.Module] = []
+    for i in (inputs, outputs):
+        layers += [nn.Conv2d(i, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):
     """U-Net of Ronneberger et al. (2015), four levels deep, with BatchNorm."""
 
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128), classes: int = 4) -> None:
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128), classes: int = 4, pool: Any = F.max_pool2d) -> None:
         super().__init__()
-        self.down = nn.ModuleList(ConvBlock(i, o) for i, o in zip((3, *widths), widths, strict=False))
-        self.mid = ConvBlock(widths[-1], 2 * widths[-1])
+        self.pool = pool
+        self.down = nn.ModuleList(conv_block(i, o) for i, o in zip((3, *widths), widths, strict=False))
+        self.mid = conv_block(widths[-1], 2 * widths[-1])
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths))
-        self.merge = nn.ModuleList(ConvBlock(2 * w, w) for w in reversed(widths))
+        self.merge = nn.ModuleList(conv_block(2 * w, w) for w in reversed(widths))
         self.out = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +92,7 @@ class UNet(nn.Module):
         for block in self.down:
             x = block(x)
             skipped.append(x)
-            x = F.max_pool2d(x, 2)
+            x = self.pool(x, 2)
         x = self.mid(x)
         for up, merge, skip in zip(self.up, self.merge, reversed(skipped), strict=True):
             x = merge(torch.cat([up(x), skip], 1))

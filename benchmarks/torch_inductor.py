@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import steps
 from fresh import by_model, mib
 from inductor_start import in_fresh_processes
 from models import Case, build
-from steps import CLOCK, Variant, backward, beaten, buffers_put_back, compiled_by_torch, observe, returned, timed
+from steps import CLOCK, Variant, beaten, buffers_put_back, observe, timed
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "layers_32", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -116,20 +117,8 @@ def start(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, Any]:
 
 def stock(name: str, fraction: float | None) -> Variant:
     """Inductor as it is, or with torch's own budget."""
-    import torch
-    import torch._functorch.config as functorch_config
-
     case = build(name)
-    program = torch.compile(compiled_by_torch(case.model), backend="inductor", dynamic=False)
-    patch: dict[str, Any] = {"enable_autograd_cache": False}
-    if fraction is not None:
-        patch["activation_memory_budget"] = fraction
-
-    def step() -> Any:
-        # The backward is compiled at its first run, under the same setting.
-        with functorch_config.patch(patch):
-            return backward(lambda: returned(program, case))
-
+    step = steps.stock(case, "inductor", fraction)
     began = time.process_time()
     step()
     case.model.zero_grad(set_to_none=True)
