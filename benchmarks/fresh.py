@@ -167,7 +167,7 @@ def by_model(
     promise is broken.
     """
     command = parser(about)
-    command.add_argument("--models", nargs="+", choices=models, default=models)
+    command.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL")
     command.add_argument("--time-limit", type=float, default=time_limit_s, help="seconds a solve may take")
     command.add_argument("--rounds", type=int, default=rounds)
     command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)

@@ -31,29 +31,16 @@ def main() -> int:
 
 
 def in_fresh_processes(name: str, budget: str, time_limit_s: float, times: int) -> list[dict[str, Any]]:
-    """First steps in fresh processes one after the other: the first has empty caches, the others what it filled.
-
-    Args:
-        name: The model.
-        budget: As for `first_step`.
-        time_limit_s: Seconds that a solve may take.
-        times: How many.
-    """
+    """First steps in fresh processes one after the other: the first has empty caches, the others what it filled."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "CHECKMATE_CACHE": f"{folder}/checkmate"}
         return [child(__file__, name, budget, str(time_limit_s), **caches) for _ in range(times)]
 
 
 def first_step(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
-    """Seconds to the end of the first step.
+    """Seconds to the end of the first step, and for how many plans code was generated.
 
-    Args:
-        name: The model.
-        budget: Budget of ours, bytes or a share; -1 for stock Inductor, 0 for keeping everything.
-        time_limit_s: Seconds that a solve may take.
-
-    Returns:
-        The seconds, and for how many plans code was generated.
+    The budget of ours is in bytes or a share; it is -1 for stock Inductor, 0 for keeping everything.
     """
     import torch._inductor.compile_fx  # before the clock starts
 

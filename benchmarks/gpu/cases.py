@@ -28,6 +28,7 @@ class Experts(nn.Module):
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
         self.experts = experts
+        self.register_buffer("numbers", torch.arange(experts))
         self.router = nn.Linear(width, experts, bias=False)
         shape = (experts, width, hidden)
         self.gate, self.up = (nn.Parameter(torch.randn(shape) * width**-0.5) for _ in range(2))
@@ -37,7 +38,7 @@ class Experts(nn.Module):
         batch, length, _ = x.shape
         capacity = 2 * length // self.experts
         weight, chosen = torch.softmax(self.router(x).float(), -1).topk(2, -1)
-        mask = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)  # [batch, length, 2, expert]
+        mask = chosen.unsqueeze(-1) == self.numbers  # [batch, length, 2, expert]
         place = mask.flatten(1, 2).int().cumsum(1).view(mask.shape) - 1
         slots = (place.unsqueeze(-1) == torch.arange(capacity, device=x.device)) & mask.unsqueeze(-1)
         combine = (weight[..., None, None] * slots).sum(2).to(x.dtype)  # [batch, length, expert, slot]
