@@ -6,8 +6,10 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,6 +68,19 @@ def versions(*packages: str) -> dict[str, str]:
     """What it ran with."""
     found = {p: importlib.metadata.version(p) for p in (*packages, *BESIDE)}
     return {"python": platform.python_version(), **found}
+
+
+def pass_warnings_to(add: Callable[[str], object]) -> logging.Handler:
+    """Give the library's warnings to a function from now on."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: add(without_folders(record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("checkmate").addHandler(handler)
+    return handler
+
+
+def without_folders(text: str) -> str:
+    """A message whose file names begin in site-packages, or in this repository."""
+    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
 
 
 def mib(size_bytes: int) -> str:

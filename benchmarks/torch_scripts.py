@@ -26,7 +26,6 @@ results are kept. Scripts that are not named keep their rows of the last run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
@@ -43,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import digest, earlier, hardware, mib, save, versions
+from fresh import digest, earlier, mib, parser, ran, save
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -57,22 +56,24 @@ TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, 
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", default=None)
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
-    parser.add_argument("--print-only", action="store_true", help="keep no results")
-    parser.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--scripts", nargs="+", default=None)
+    command.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
+    command.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
+    command.add_argument("--print-only", action="store_true", help="keep no results")
+    command.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
+    options = command.parse_args()
     options.print_only |= options.unchanged
     import transformers  # noqa: F401 - once, before the processes are forked
     from counting_allocator import counting_allocator
+    from generate import chain
     from scripts import SCRIPTS
 
     import checkmate.torch  # noqa: F401
+    from checkmate import Limits, Problem, solve
 
     counting_allocator()
-    warm_up()
+    solve(Problem(chain(12), "45%"), limits=Limits(time_s=2, gap=0.0))  # compiles the solver's kernels, once on a machine
     rows = {} if options.print_only else earlier(__file__)
     for row in rows.values():
         classify(row)
@@ -82,26 +83,15 @@ def main() -> int:
         print("\n".join(lines(name, rows[name])), flush=True)
         if not options.print_only:
             report = {
-                "hardware": hardware(),
-                "versions": versions(*PACKAGES),
+                **ran(*PACKAGES),
                 "time_limit_s": options.time_limit,
                 "models": {n: rows[n] for n in SCRIPTS if n in rows},
             }
             save(__file__, report)
-    missing = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
-    broken = missing + broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
+    broken = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
+    broken += broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
-
-
-def warm_up() -> None:
-    """Compile the solver's kernels, once on a machine."""
-    from checkmate import Limits, Problem, solve
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from benchmarks.generate import chain
-
-    solve(Problem(chain(12), "45%"), limits=Limits(time_s=2, gap=0.0))
 
 
 def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False) -> dict[str, Any]:
@@ -286,14 +276,8 @@ def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int
     known = (max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each))
     of_eager = max(fixed + int(share * (most - fixed)), found.get("refused", {}).get("budget_bytes", 0))
     first = next(known, of_eager)
-    return [_limit(each, first) for each in budgets]
-
-
-def _limit(budgets: list[Any], first: int) -> int:
-    whole = [total for total, whole in budgets if whole]
-    if len(whole) < len(budgets) or not budgets:  # a part of the step is not known yet
-        whole.append(first)
-    return max(whole)
+    # Where a part of the step is not known yet, the first share counts too.
+    return [max([total if whole else first for total, whole in each], default=first) for each in budgets]
 
 
 def times(found: dict[str, Any]) -> int:
@@ -307,14 +291,13 @@ def excesses(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[t
     over = []
     for number, (step, limit) in enumerate(zip(found["steps"], limits(found, asked, eager), strict=True), 1):
         if step["peak_bytes"] > limit:
-            said = [_announced(text, limit) for at, text in found["warnings"] if at == number or (at < number and _lasts(text))]
+            said = [
+                _announced(text, limit)
+                for at, text in found["warnings"]
+                if at == number or (at < number and "a first step" not in text)
+            ]
             over.append((number, step["peak_bytes"], limit, max(said, default=0)))
     return over
-
-
-def _lasts(text: str) -> bool:
-    """Whether a warning is about more than the step that begins with it."""
-    return "a first step" not in text
 
 
 def _announced(text: str, limit: int) -> int:
@@ -363,14 +346,11 @@ def budget_of(label: str, eager: dict[str, Any]) -> str:
 def _error(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
     """The class of a run that raised another error than one of a budget: right if nothing can be planned and eager takes more."""
     step, error = len(found.get("steps", [])), found["error"]
-    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or _exceeds(asked, highest(eager)):
+    enough = not asked.endswith("%") and int(asked) >= highest(eager)
+    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or enough:
         return "crash", f"step {step}: {error}"
     name, why = _over(excesses(found, asked, eager))
     return ("refused", f"step {step}: no plan can be made: {error}") if name in KEPT else (name, why)
-
-
-def _exceeds(asked: str, size_bytes: int) -> bool:
-    return not asked.endswith("%") and int(asked) >= size_bytes
 
 
 def _refusal(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
@@ -449,16 +429,8 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
     found = []
     for label, each in row.items():
         peaks = " ".join(mib(step["peak_bytes"]) for step in each.get("steps", []))
-        took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
-        extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
-        limit = (
-            mib(max(limits(each, budget_of(label, row["eager"]), row["eager"]), default=0))
-            if "outcome" in each and each.get("steps")
-            else "-"
-        )
-        found.append(f"{name} {label}: before {mib(each.get('peak_bytes', 0))}, peaks {peaks} of {limit}; s {took}; {extra}")
-        if each.get("warnings"):
-            found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
+        said = f"{each['outcome']}: {each['why']}" if "outcome" in each else each.get("error", "")
+        found.append(f"{name} {label}: peaks {peaks}; {said}; {each.get('warnings', '')}")
     return found
 
 

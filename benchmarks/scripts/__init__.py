@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from . import (  # noqa: F401 - each lists its scripts
-    adversarial,
     alignment,
     control,
     generative,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .huggingface import tiny_gpt2
+from .huggingface import tiny_gpt2, trained
 from .loop import STEPS, compiled, log, script, steps
 
 
@@ -79,34 +77,6 @@ def sentence(length: int) -> str:
     return " ".join(f"w{i}" for i in torch.randint(380, (length,)).tolist())
 
 
-def train_with_trl(make: Callable[..., Any], config: Callable[..., Any], **settings: Any) -> None:
-    """Make a trainer of TRL and train."""
-    from transformers import TrainerCallback
-
-    class Progress(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            next(marks)
-
-        def on_log(self, _arguments: object, _state: object, _control: object, logs: dict[str, float], **_: object) -> None:
-            log(*(logs[key] for key in ("loss",) if key in logs))
-
-    marks = iter(steps(range(STEPS)))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = config(
-            output_dir=folder,
-            max_steps=STEPS,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-            seed=0,
-            **settings,
-        )
-        make(args=arguments, callbacks=[Progress()]).train()
-
-
 @script("huggingface/trl: SFTTrainer", "TRL SFT: its default gradient checkpointing, batches padded to other lengths")
 def trl_sft() -> None:
     from datasets import Dataset
@@ -114,9 +84,10 @@ def trl_sft() -> None:
 
     data = Dataset.from_list([{"text": sentence(96 if i < 8 or i % 8 else 80)} for i in range(4 * STEPS)])
     model = compiled(tiny_gpt2(), in_place=True)
-    train_with_trl(
+    trained(
         lambda **named: SFTTrainer(model=model, train_dataset=data, processing_class=tiny_tokenizer(), **named),
         SFTConfig,
+        bf16=False,
         per_device_train_batch_size=4,
         max_length=96,
     )
@@ -129,11 +100,12 @@ def trl_dpo() -> None:
 
     rows = [{"prompt": sentence(16), "chosen": " " + sentence(48), "rejected": " " + sentence(48)} for _ in range(4 * STEPS)]
     model, reference = compiled(tiny_gpt2(), in_place=True), compiled(tiny_gpt2(), in_place=True)
-    train_with_trl(
+    trained(
         lambda **named: DPOTrainer(
             model=model, ref_model=reference, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer(), **named
         ),
         DPOConfig,
+        bf16=False,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_length=64,
@@ -153,7 +125,7 @@ def trl_grpo() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_gpt2().save_pretrained(folder)
         model = compiled(AutoModelForCausalLM.from_pretrained(folder), in_place=True)
-        train_with_trl(
+        trained(
             lambda **named: GRPOTrainer(
                 model=model,
                 reward_funcs=reward,
@@ -162,6 +134,7 @@ def trl_grpo() -> None:
                 **named,
             ),
             GRPOConfig,
+            bf16=False,
             per_device_train_batch_size=8,
             num_generations=4,
             max_completion_length=32,

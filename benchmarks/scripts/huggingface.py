@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,26 @@ def tiny_gpt2(**changed: float) -> nn.Module:
 
     settings = {"vocab_size": 384, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**{**settings, "eos_token_id": 1, "pad_token_id": 2, **changed}))
+
+
+def trained(make: Callable[..., Any], config: Callable[..., Any], **settings: Any) -> Any:
+    """Make a trainer of transformers or TRL, train, and return it."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            next(marks)
+
+        def on_log(self, _arguments: object, _state: object, _control: object, logs: dict[str, float], **_: object) -> None:
+            log(*(logs[key] for key in ("loss", "eval_loss") if key in logs))
+
+    marks = iter(steps(range(STEPS)))
+    settings |= {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = config(output_dir=folder, use_cpu=True, disable_tqdm=True, seed=0, **settings)
+        trainer = make(args=arguments, callbacks=[Progress()])
+        trainer.train()
+    return trainer
 
 
 @script("huggingface/transformers: a LLaMA in a plain loop", "gradient_checkpointing_enable, clipping")
@@ -81,35 +103,17 @@ def glue_accelerate() -> None:
 
 @script("huggingface/transformers: run_clm", "transformers.Trainer, accumulation, evaluation at the end")
 def clm_trainer() -> None:
+    from transformers import Trainer, TrainingArguments
 
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Progress(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            next(marks)
-
-        def on_log(self, _arguments: object, _state: object, _control: object, logs: dict[str, float], **_: object) -> None:
-            log(*(logs[key] for key in ("loss", "eval_loss") if key in logs))
-
-    marks = iter(steps(range(STEPS)))
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 384, (8 * 2 * STEPS, 96))]
     model = compiled(tiny_gpt2(), in_place=True)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            max_steps=STEPS,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16], callbacks=[Progress()])
-        trainer.train()
-        trainer.evaluate()
+    trainer = trained(
+        lambda **named: Trainer(model=model, train_dataset=data, eval_dataset=data[:16], **named),
+        TrainingArguments,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+    )
+    trainer.evaluate()
 
 
 @script("huggingface/transformers: T5 for summarization", "Adafactor, labels padded to other lengths, clipping")

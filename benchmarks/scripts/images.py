@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from models import UNet
 from torch import nn
 
 from .loop import STEPS, compiled, log, script, steps
-
-
-class UNet(nn.Module):
-    """Two levels, with double convolutions."""
-
-    def __init__(self, classes: int = 2, width: int = 12) -> None:
-        super().__init__()
-
-        def double(inner: int, outer: int) -> nn.Sequential:
-            return nn.Sequential(
-                nn.Conv2d(inner, outer, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outer),
-                nn.ReLU(inplace=True),
-                nn.Conv2d(outer, outer, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outer),
-                nn.ReLU(inplace=True),
-            )
-
-        self.inc, self.down1, self.down2 = double(3, width), double(width, 2 * width), double(2 * width, 4 * width)
-        self.up1, self.conv1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), double(4 * width, 2 * width)
-        self.up2, self.conv2 = nn.ConvTranspose2d(2 * width, width, 2, 2), double(2 * width, width)
-        self.outc = nn.Conv2d(width, classes, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x1 = self.inc(x)
-        x2 = self.down1(F.max_pool2d(x1, 2))
-        x3 = self.down2(F.max_pool2d(x2, 2))
-        x = self.conv1(torch.cat([x2, self.up1(x3)], dim=1))
-        return self.outc(self.conv2(torch.cat([x1, self.up2(x)], dim=1)))
 
 
 @script("milesial/Pytorch-UNet", "autocast, GradScaler, clipping, loss outside, validation in between, RMSprop")
@@ -53,7 +25,7 @@ def unet() -> None:
         net.train()
         return mask_pred.float().softmax(1).square().mean()
 
-    model = UNet()
+    model = UNet(widths=(12, 24), classes=2)
     net = compiled(model)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-5, weight_decay=1e-8, momentum=0.999, foreach=True)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=5)
@@ -147,3 +119,68 @@ def quantization_aware() -> None:
         loss.backward()
         optimizer.step()
         log(loss)
+
+
+@script("pytorch/examples: dcgan", "two networks, two optimizers, three backwards")
+def dcgan() -> None:
+    nz, ngf, ndf = 64, 32, 32
+
+    def weights_init(m: nn.Module) -> None:
+        if isinstance(m, nn.Conv2d | nn.ConvTranspose2d):
+            nn.init.normal_(m.weight, 0.0, 0.02)
+        elif isinstance(m, nn.BatchNorm2d):
+            nn.init.normal_(m.weight, 1.0, 0.02)
+            nn.init.zeros_(m.bias)
+
+    def up(inner: int, outer: int) -> list[nn.Module]:
+        return [nn.ConvTranspose2d(inner, outer, 4, 2, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(True)]
+
+    def down(inner: int, outer: int) -> list[nn.Module]:
+        return [nn.Conv2d(inner, outer, 4, 2, 1, bias=False), nn.BatchNorm2d(outer), nn.LeakyReLU(0.2, inplace=True)]
+
+    netG = nn.Sequential(
+        nn.ConvTranspose2d(nz, ngf * 4, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(ngf * 4),
+        nn.ReLU(True),
+        *up(ngf * 4, ngf * 2),
+        *up(ngf * 2, ngf),
+        *up(ngf, ngf // 2),
+        nn.ConvTranspose2d(ngf // 2, 3, 4, 2, 1, bias=False),
+        nn.Tanh(),
+    )
+    netD = nn.Sequential(
+        nn.Conv2d(3, ndf, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        *down(ndf, ndf * 2),
+        *down(ndf * 2, ndf * 4),
+        nn.Conv2d(ndf * 4, 1, 8, 1, 0, bias=False),
+        nn.Sigmoid(),
+    )
+    netG.apply(weights_init)
+    netD.apply(weights_init)
+    netG, netD = compiled(netG), compiled(netD)
+    criterion = nn.BCELoss()
+    optimizerD = torch.optim.Adam(netD.parameters(), lr=0.0002, betas=(0.5, 0.999))
+    optimizerG = torch.optim.Adam(netG.parameters(), lr=0.0002, betas=(0.5, 0.999))
+    for real in steps(torch.rand(16, 3, 64, 64) * 2 - 1 for _ in range(STEPS)):
+        # Update D: maximize log(D(x)) + log(1 - D(G(z))).
+        netD.zero_grad()
+        label = torch.full((real.size(0),), 1.0)
+        output = netD(real).view(-1)
+        errD_real = criterion(output, label)
+        errD_real.backward()
+        noise = torch.randn(real.size(0), nz, 1, 1)
+        fake = netG(noise)
+        label.fill_(0.0)
+        output = netD(fake.detach()).view(-1)
+        errD_fake = criterion(output, label)
+        errD_fake.backward()
+        optimizerD.step()
+        # Update G: maximize log(D(G(z))).
+        netG.zero_grad()
+        label.fill_(1.0)
+        output = netD(fake).view(-1)
+        errG = criterion(output, label)
+        errG.backward()
+        optimizerG.step()
+        log(errD_real + errD_fake, errG)

@@ -55,36 +55,6 @@ def time_sequence() -> None:
             log(criterion(pred[:, :-future], test_target))
 
 
-@script("maziarraissi/PINNs: Burgers", "derivatives of the network with create_graph in the loss")
-def pinn() -> None:
-    net = compiled(
-        nn.Sequential(
-            nn.Linear(2, 64), *(m for _ in range(5) for m in (nn.Tanh(), nn.Linear(64, 64))), nn.Tanh(), nn.Linear(64, 1)
-        )
-    )
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    nu = 0.01 / torch.pi
-
-    def residual(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        u = net(torch.cat([x, t], dim=1))
-        ones = torch.ones_like(u)
-        u_t = torch.autograd.grad(u, t, ones, create_graph=True)[0]
-        u_x = torch.autograd.grad(u, x, ones, create_graph=True)[0]
-        u_xx = torch.autograd.grad(u_x, x, ones, create_graph=True)[0]
-        return u_t + u * u_x - nu * u_xx
-
-    for x, t in steps((torch.rand(1024, 1) * 2 - 1, torch.rand(1024, 1)) for _ in range(STEPS)):
-        optimizer.zero_grad()
-        x0 = torch.rand(256, 1) * 2 - 1
-        u0 = net(torch.cat([x0, torch.zeros_like(x0)], dim=1))
-        loss_u = (u0 + torch.sin(torch.pi * x0)).square().mean()
-        loss_f = residual(x.requires_grad_(), t.requires_grad_()).square().mean()
-        loss = loss_u + loss_f
-        loss.backward()
-        optimizer.step()
-        log(loss)
-
-
 @script("pytorch/examples: gcn", "sparse adjacency matrix, the whole graph in each step, evaluation in between")
 def gcn() -> None:
     class GraphConv(nn.Module):
