@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import digest, earlier, mib, parser, ran, save
+from fresh import digest, earlier, mib, parser, pass_warnings_to, ran, save, without_folders
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -172,12 +172,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
         marks.append(time.perf_counter())
         counter.reset()
 
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            row["warnings"].append([len(row["steps"]), _without_folders(record.getMessage())[:600]])
-
-    collect = Collect(logging.WARNING)
-    logging.getLogger("checkmate").addHandler(collect)
+    collect = pass_warnings_to(lambda text: row["warnings"].append([len(row["steps"]), text[:600]]))
     hook = register_optimizer_step_pre_hook(lambda *_: budget())
     WATCH.begin_step = begin_step
     WATCH.loss = lambda loss: row["losses"].append([len(row["steps"]), float(loss)])
@@ -247,13 +242,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
         sizes = {"budget_bytes": cause.budget_bytes, "smallest_bytes": cause.smallest_bytes}
         share = re.search(r"to at least ([\d.]+%)", cause.hint)
         enough = share[1] if share else str(cause.smallest_bytes)
-        return {"refused": {**sizes, "enough": enough, "message": _without_folders(str(cause))[:600]}}
-    return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
-
-
-def _without_folders(text: str) -> str:
-    """A message whose file names begin in site-packages, or in this repository."""
-    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
+        return {"refused": {**sizes, "enough": enough, "message": without_folders(str(cause))[:600]}}
+    return {"error": f"{type(error).__name__}: {without_folders(str(error))[:600]}"}
 
 
 def highest(found: dict[str, Any]) -> int:
