@@ -130,11 +130,6 @@ def _pre_norm(heads: int, causal: bool, p: Any, x: jax.Array) -> jax.Array:
     return x + p["down"](jax.nn.gelu(p["up"](p["second"](x))))
 
 
-def _post_norm(heads: int, p: Any, x: jax.Array) -> jax.Array:
-    x = p["first"](x + attention(p, x, heads, causal=False))
-    return p["second"](x + p["down"](jax.nn.gelu(p["up"](x), approximate=False)))
-
-
 def _tokens(batch: int, length: int, count: int) -> tuple[jax.Array, jax.Array]:
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, count, (batch, length + 1))
@@ -164,48 +159,6 @@ def transformer(layers: int = 12, width: int = 32, length: int = 64, batch: int 
         return _cross_entropy(p["head"](p["norm"](x)), labels)
 
     return network(parts, forward, *_tokens(batch, length, 64))
-
-
-def bert(layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
-    """BERT-shaped: attention both ways, norms after, a masked language model."""
-    lib = Layers()
-    parts = {
-        "embedding": lib.embedding(64, width),
-        "positions": lib.embedding(length, width),
-        "norm": lib.layer_norm(width),
-        "layers": [_layer(lib, width) for _ in range(layers)],
-        "dense": lib.linear(width, width),
-        "last": lib.layer_norm(width),
-        "head": lib.linear(width, 64),
-    }
-
-    def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = p["embedding"](tokens) + p["positions"](jnp.arange(tokens.shape[1]))
-        x = run(functools.partial(_post_norm, 4), p["layers"], p["norm"](x))
-        return _cross_entropy(p["head"](p["last"](jax.nn.gelu(p["dense"](x)))), labels)
-
-    return network(parts, forward, *_tokens(batch, length, 64))
-
-
-def vit(layers: int = 4, width: int = 32, size: int = 32, batch: int = 4) -> Network:
-    """ViT-shaped: patches of 4 by 4, an encoder, the mean of all patches."""
-    lib = Layers()
-    patches = (size // 4) ** 2
-    parts = {
-        "patch": lib.conv(3, width, 4, 4),
-        "positions": lib.embedding(patches, width),
-        "layers": [_layer(lib, width) for _ in range(layers)],
-        "norm": lib.layer_norm(width),
-        "head": lib.linear(width, 10),
-    }
-
-    def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = p["patch"](images).reshape(images.shape[0], patches, -1)
-        x = x + p["positions"](jnp.arange(patches))
-        x = run(functools.partial(_pre_norm, 4, False), p["layers"], x)
-        return _cross_entropy(p["head"](p["norm"](x).mean(1)), labels)
-
-    return network(parts, forward, _images(batch, size), jnp.arange(batch) % 10)
 
 
 def _llama_layer(lib: Any, width: int) -> dict[str, Any]:
@@ -312,8 +265,6 @@ def unet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
 
 NETWORKS: dict[str, Callable[[], Network]] = {
     "transformer": transformer,
-    "bert": bert,
-    "vit": vit,
     "unet": unet,
     "resnet": resnet,
     "llama": llama,

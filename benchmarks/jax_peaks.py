@@ -32,7 +32,7 @@ BUDGETS = ("85%", "70%", "55%", "40%", "25%")
 SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.185", "0.17", "0.14")
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
-NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
+NETWORKS = ("transformer", "unet", "resnet", "llama")
 WITHOUT_LAYERS = ("unet", "resnet")
 MOST = 4
 """Most compilations of a request."""

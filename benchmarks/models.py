@@ -112,16 +112,16 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
     return (m for m in net.modules() if type(m).__name__ in kinds)
 
 
-def gpt2() -> Case:
+def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256) -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=12, n_embd=256, n_head=8, n_positions=256, vocab_size=4096, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=8, n_positions=256, vocab_size=vocabulary, use_cache=False, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, batch, length)}, tuple(net.transformer.h))
 
 
 def gpt2_small() -> Case:

@@ -26,7 +26,6 @@ class Variant:
     step: Callable[[], Any]  # runs forward and backward, returns the loss
     model: Any
     row: dict[str, Any] = field(default_factory=dict)  # what is measured
-    planned: Any = None  # the graph and the plan of ours, where they are needed
 
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:

@@ -22,12 +22,7 @@ Compiled = Sequence[Callable[..., Any]]
 
 
 class Loop:
-    """Variables of a training loop.
-
-    Attributes:
-        outputs: What the model returned.
-        loss: The loss.
-    """
+    """Variables of a training loop: what the model returned, and the loss."""
 
     outputs: Any = None
     loss: Any = None
@@ -35,19 +30,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Case:
-    """Modules and their training steps.
-
-    Attributes:
-        modules: The modules, each of which is compiled.
-        step: Body of the loop, given the compiled modules and the variables: all but the last backward and the update.
-        data: Tensors that a step is given.
-        outside: Whether the loss is computed outside of the compiled modules.
-    """
+    """Modules, each of which is compiled, and their training steps."""
 
     modules: Sequence[nn.Module]
-    step: Callable[[Compiled, Loop], None]
-    data: Sequence[Any]
-    outside: bool = False
+    step: Callable[[Compiled, Loop], None]  # body of the loop: all but the last backward and the update
+    data: Sequence[Any]  # tensors that a step is given
+    outside: bool = False  # whether the loss is computed outside of the compiled modules
 
 
 def documented(model: nn.Module, **batch: Any) -> Case:
@@ -443,13 +431,8 @@ def gcn() -> Case:
     from torch_geometric.nn.models import GCN
 
     edges, target = torch.randint(2000, (2, 10000)), torch.randint(4, (2000,))
-    return with_loss(
-        GCN(32, 64, 3, out_channels=4, dropout=0.5),
-        lambda out: F.cross_entropy(out, target),
-        images(2000, 32),
-        edges,
-        given=[target],
-    )
+    net = GCN(32, 64, 3, out_channels=4, dropout=0.5)
+    return with_loss(net, lambda out: F.cross_entropy(out, target), images(2000, 32), edges, given=[target])
 
 
 def _declare_torchvision_ops() -> None:

@@ -1,7 +1,7 @@
 """Public training scripts with one line changed, under a budget: the peak of every step, of everything in the process.
 
     pip install ninja trl peft datasets accelerate lightning transformers    # and a C++ compiler
-    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5] [--unchanged]
+    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5]
 
 For every script in `benchmarks/scripts`: eager, "100%", "60%" and a budget in bytes of 80 % of the highest peak of eager, each in
 a fresh process with an empty cache, six steps. Such a process is forked from one that has imported the packages and has run
@@ -20,13 +20,11 @@ outcomes of a run with a budget are
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
 The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
-Exit status 1 if one breaks. With `--unchanged` not even the one line is changed: the scripts run as under `checkmate run`, and no
-results are kept. Scripts that are not named keep their rows of the last run.
+Exit status 1 if one breaks.  Scripts that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import multiprocessing
@@ -61,9 +59,7 @@ def main() -> int:
     command.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
     command.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
     command.add_argument("--print-only", action="store_true", help="keep no results")
-    command.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
     options = command.parse_args()
-    options.print_only |= options.unchanged
     import transformers  # noqa: F401 - once, before the processes are forked
     from counting_allocator import counting_allocator
     from generate import chain
@@ -78,7 +74,7 @@ def main() -> int:
     for row in rows.values():
         classify(row)
     for name in options.scripts or SCRIPTS:
-        rows[name] = measured(name, options.time_limit, options.timeout, unchanged=options.unchanged)
+        rows[name] = measured(name, options.time_limit, options.timeout)
         classify(rows[name])
         print("\n".join(lines(name, rows[name])), flush=True)
         if not options.print_only:
@@ -94,14 +90,14 @@ def main() -> int:
     return bool(broken)
 
 
-def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False) -> dict[str, Any]:
+def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
     """All runs of a script, and the outcome of each budget."""
 
     def once(mode: str) -> dict[str, Any]:
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as cache:
-            process = context.Process(target=_child, args=(sender, cache, name, mode, limit, unchanged))
+            process = context.Process(target=_child, args=(sender, cache, name, mode, limit))
             process.start()
             sender.close()
             try:
@@ -128,15 +124,15 @@ def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False
     return row
 
 
-def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float, unchanged: bool) -> None:
+def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float) -> None:
     """Run a script in a separate process."""
     os.environ["CHECKMATE_CACHE"] = cache
     warnings.simplefilter("ignore")
     os.dup2(2, 1)  # what trainers print
-    sender.send(run(name, mode, time_limit_s, unchanged=unchanged))
+    sender.send(run(name, mode, time_limit_s))
 
 
-def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -> dict[str, Any]:
+def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
     """A script, and what it took. It changes the allocator of this process for good."""
     import random
 
@@ -176,12 +172,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
     hook = register_optimizer_step_pre_hook(lambda *_: budget())
     WATCH.begin_step = begin_step
     WATCH.loss = lambda loss: row["losses"].append([len(row["steps"]), float(loss)])
-    within: Any = contextlib.nullcontext()
-    if mode not in ("eager", "aot_eager") and unchanged:
-        from checkmate.torch.integrations.script import training_within
-
-        within = training_within(int(mode) if mode.isdigit() else mode, time_limit_s=time_limit_s)
-    elif mode != "eager":
+    if mode != "eager":
         options = {"budget": int(mode) if mode.isdigit() else mode, "time_limit_s": time_limit_s}
         torch._functorch.config.donated_buffer = False  # as our backend, or it refuses gradients of gradients for another reason
         settings = {"backend": mode} if mode == "aot_eager" else {"backend": "checkmate", "options": options}
@@ -196,8 +187,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
     counter.install()
     counter.reset()
     try:
-        with within:
-            SCRIPTS[name].main()
+        SCRIPTS[name].main()
         end_step()
         tensors = [t for m in WATCH.models for t in (*m.parameters(), *m.buffers())]
         row["parameters"] = digest(*(t.float() if t.dtype == torch.bfloat16 else t for t in tensors))

@@ -42,21 +42,13 @@ def main() -> int:
 def build(name: str) -> tuple[Any, dict[str, Any]]:
     """The model and its batch, the same each time."""
     import torch
-    from models import TokenLoss, _ids, resnet50
+    from models import gpt2, resnet50
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if name == "resnet50":
-        case = resnet50()
-        return case.model, case.batch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=6, n_embd=512, n_head=8, n_positions=256, vocab_size=256, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    rows, length = (1, 64) if name == "gpt2_small" else (4, 256)
-    return TokenLoss(GPT2LMHeadModel(config), shift=True).train(), {"ids": _ids(256, rows, length)}
+    batch, length = (1, 64) if name == "gpt2_small" else (4, 256)
+    case = resnet50() if name == "resnet50" else gpt2(6, 512, 256, batch, length)
+    return case.model, case.batch
 
 
 def run(name: str, time_limit_s: float, rounds: int, kind: str) -> dict[str, Any]:
