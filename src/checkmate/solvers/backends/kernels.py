@@ -58,7 +58,7 @@ def _uncounted(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that reads or writes files of compiled functions, with a damaged index written anew.
+    """A function that reads or writes files of compiled functions, with a damaged index written again.
 
     An index is damaged, too, if it names a type that this version of the package does not have. None, as for no file, is the
     answer where nothing helps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_FARKAS: Final = 1e-7
-"""Value from which a certificate counts: rounding errors of the sums are many orders of magnitude smaller."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """Minimise ``cost @ x`` with ``row_low <= matrix @ x <= row_high`` and ``low <= x <= high``.
 
-    Attributes:
-        cost: Shape ``[column]``.
-        low: Shape ``[column]``.
-        high: Shape ``[column]``.
-        integral: Whether a column is integer in `solve_integer`. Shape ``[column]``.
-        matrix: Shape ``[row, column]``, CSR.
-        row_low: Shape ``[row]``, possibly -inf.
-        row_high: Shape ``[row]``, possibly inf.
+    Limits of rows may be infinite.
     """
 
     cost: Floats
@@ -41,34 +31,18 @@ class Program:
     row_high: Floats
 
     def with_rows(self, which: npt.NDArray[np.bool_]) -> Program:
-        """The program with some of its rows.
-
-        Args:
-            which: Rows to keep. Shape ``[row]``.
-        """
+        """The program with some of its rows."""
         return replace(self, matrix=self.matrix[which], row_low=self.row_low[which], row_high=self.row_high[which])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solved:
-    """An engine's answer on a program.
+    """An engine's answer on a program."""
 
-    Attributes:
-        bound: Proven lower bound on the optimum; infinite if proven infeasible.
-        solution: Values of the columns, or None. Shape ``[column]``.
-        objective: Cost of the solution, or infinite.
-        finished: Whether the engine ran to the end, no limit hit.
-        detail: Why it ended early, in words.
-        row_prices: Dual values of the rows of a relaxation, or None: what the optimum gains for one unit of each row's limit.
-            Shape ``[row]``.
-    """
-
-    bound: float
-    solution: Floats | None
-    objective: float
-    finished: bool
-    detail: str = ""
-    row_prices: Floats | None = None
+    bound: float = -np.inf  # proven for the optimum; infinite if there is proven to be none
+    solution: Floats | None = None
+    finished: bool = False  # no limit was hit
+    row_prices: Floats | None = None  # of a relaxation: what the optimum gains for one unit of each row's limit
 
 
 @dataclass(slots=True)
@@ -140,15 +114,11 @@ def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
 
 
 def dual_bound(program: Program, duals: Floats) -> float:
-    """Lower bound on the optimum from any row duals, by the Lagrangian.
+    """Lower bound on the optimum from any row duals, by the Lagrangian; those of the wrong sign count as 0.
 
     For columns in [low, high], min of c x subject to rows is at least the value of the Lagrangian at any y of the right sign
     (weak duality). It needs no optimality, so an engine's tolerances or an early stop cannot make the bound wrong,
     only loose.
-
-    Args:
-        program: The program.
-        duals: A number for each row; those of the wrong sign count as 0. Shape ``[row]``.
     """
     y = np.where(np.isinf(program.row_high), np.maximum(duals, 0), duals)
     y = np.where(np.isinf(program.row_low), np.minimum(y, 0), y)
@@ -164,11 +134,8 @@ def proves_infeasible(program: Program, ray: Floats) -> bool:
     """Whether a dual ray is a Farkas certificate: its Lagrangian without costs is clearly positive.
 
     The ray is scaled to a largest entry of 1, so that the threshold means the same for all; engines differ in its sign.
-
-    Args:
-        program: The program.
-        ray: The ray. Shape ``[row]``.
     """
     costless = replace(program, cost=np.zeros_like(program.cost))
     scale = float(np.abs(ray).max(initial=0.0))
-    return scale > 0 and max(dual_bound(costless, ray / scale), dual_bound(costless, -ray / scale)) > _FARKAS
+    # Rounding errors of the sums are many orders of magnitude below the threshold.
+    return scale > 0 and max(dual_bound(costless, ray / scale), dual_bound(costless, -ray / scale)) > 1e-7
