@@ -74,7 +74,7 @@ def by_backend(case: Any, plan: Any = None, **options: Any) -> tuple[Callable[[]
     import torch
 
     from checkmate.torch.backend import compile_graph
-    from checkmate.torch.compilation.compilation import Hooks
+    from checkmate.torch.compilation.hooks import Hooks
     from checkmate.torch.options import Options
 
     found: list[Any] = []

@@ -56,7 +56,7 @@ def run(parts: int, budget: str, time_limit_s: float) -> dict[str, Any]:
     from torch import nn
 
     import checkmate.torch
-    from checkmate.torch.steps.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import coordinator
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -110,7 +110,7 @@ def run(parts: int, budget: str, time_limit_s: float) -> dict[str, Any]:
         compiled(ids).backward()
     model.zero_grad(set_to_none=True)
     measured = checkmate.torch.measure_peak(lambda: compiled(ids).backward())
-    result, step = COORDINATOR.result, COORDINATOR.step
+    result, step = coordinator().result, coordinator().step
     assert result is not None
     return {
         "graphs": 1 if step is None else len(step.graphs),

@@ -237,10 +237,10 @@ def shapes(batch: Any) -> str:
 
 def _budget() -> list[Any] | None:
     """Bytes of the budget that the newest plan was made for, and whether it is one of the whole step."""
-    from checkmate.torch.steps.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import coordinator
 
-    result = COORDINATOR.result
-    return None if result is None else [result.budget_bytes, COORDINATOR.step is not None]
+    result = coordinator().result
+    return None if result is None else [result.budget_bytes, coordinator().step is not None]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
     import checkmate.torch
     from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
     from checkmate.torch.measure.peak import ProfilerBusyError
-    from checkmate.torch.steps.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import coordinator
 
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
@@ -122,7 +122,7 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
         else:
             step()
         found["time_s"] = time.perf_counter() - began
-        found.update(_promised(COORDINATOR))
+        found.update(_promised(coordinator()))
         found["digests"] = {
             "loss": digest(loop.loss),
             "gradients": digest(*(p.grad for m in case.modules for p in m.parameters())),
@@ -139,7 +139,7 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
                 del loop.outputs, loop.loss  # the profiler does not see that a tensor is freed which it did not see allocated
             row["steps"].append(observed(measured=i > 0))
         for _ in range(2):  # the first may have to measure ops, and then its peak is not
-            COORDINATOR.forget_steps()
+            coordinator().forget_steps()
             del loop.outputs, loop.loss
             row["first"] = observed(measured=True)
             if "measured_bytes" in row["first"]:

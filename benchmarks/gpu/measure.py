@@ -82,9 +82,9 @@ def settle() -> None:
     """Free what the last variant left."""
     gc.collect()
     torch._dynamo.reset()
-    from checkmate.torch.steps.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import coordinator
 
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     give_back()
 
 

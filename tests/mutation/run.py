@@ -1,4 +1,4 @@
-"""Mutation testing of the core, the bounds and the reductions: does a test fail when the code is wrong?
+"""Mutation testing of the core, the bounds, the reductions and the states of a step: does a test fail when the code is wrong?
 
 Usage, from the root of a checkout, with ``pip install mutmut==3.8.1``::
 
@@ -49,6 +49,7 @@ GROUPS = {
     "bounds": ("src/checkmate/solvers/bounds/*.py", ["tests/solvers/bounds"]),
     "events": ("src/checkmate/solvers/bounds/events/*.py", ["tests/solvers/bounds/events"]),
     "reductions": ("src/checkmate/solvers/reductions/*.py", ["tests/solvers/reductions"]),
+    "steps": ("src/checkmate/torch/steps/state.py", ["tests/torch/compilation/test_state.py"]),
 }
 """What is changed, and the tests that have to notice: those of the same folder, so that a law stands near its code."""
 

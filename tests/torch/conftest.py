@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkmate.torch._compat.dispatch import top_mode
-from checkmate.torch.steps.coordinator import COORDINATOR, Coordinator
+from checkmate.torch.steps.coordinator import Coordinator, coordinator
 from checkmate.torch.steps.known_steps import KnownSteps
 
 
@@ -38,5 +38,5 @@ def _clean() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     assert top_mode() is None, "a watch of eager code was left on"

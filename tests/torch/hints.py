@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 TRIES = 3
 
@@ -50,14 +50,14 @@ class Network(nn.Module):
 def train(network: Network, x: torch.Tensor, y: torch.Tensor, budget: str) -> int:
     """Three steps within a budget; returns the planned peak of the last."""
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(network, backend="checkmate", options={"budget": budget, "time_limit_s": 1.0})
     for _ in range(3):
         network.zero_grad()
         z = run(x, y)
         (z if network.inside else F.cross_entropy(z, y)).backward()
-    assert COORDINATOR.result is not None
-    return COORDINATOR.result.peak_bytes
+    assert coordinator().result is not None
+    return coordinator().result.peak_bytes
 
 
 def follow(seed: int) -> dict[str, Any]:

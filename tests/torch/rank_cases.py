@@ -32,10 +32,10 @@ import checkmate.torch
 from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch import backend
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.hooks import Hooks
 from checkmate.torch.distributed.consensus import RankError, job_ranks
 from checkmate.torch.partition import split as partition
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.program import GraphInterface
 from tests.torch.networks import mlp
 
@@ -214,7 +214,7 @@ def _accumulating(rank: int, name: str) -> dict[str, Any]:
     found, added = [], 0
     for used, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "90%", "time_limit_s": 1}})):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         torch.manual_seed(0)
         wrapped: list[Any] = []
 
@@ -240,7 +240,7 @@ def _accumulating(rank: int, name: str) -> dict[str, Any]:
             if last:
                 found.append([_local(p.grad).clone() for p in net.parameters()])
                 net.zero_grad(set_to_none=name != "ddp-views")
-        plan = COORDINATOR.step
+        plan = coordinator().step
         added = 0 if plan is None else sum(len(p.accumulated) for p in plan.programs)
     return {"same": all(torch.equal(a, b) for k in range(3) for a, b in zip(found[k], found[k + 3], strict=True)), "added": added}
 

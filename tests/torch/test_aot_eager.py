@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import checkmate.torch
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 Compile = Callable[[Any], Any]
 QUICK = {"time_limit_s": 2}
@@ -112,7 +112,7 @@ PROGRAMS = [
 
 def trained(program: Callable[[Compile], list[torch.Tensor]], backend: str, **options: Any) -> list[torch.Tensor]:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     torch.manual_seed(0)
     return program(lambda model: torch.compile(model, backend=backend, **({"options": options} if options else {})))
 

@@ -13,7 +13,7 @@ from torch import nn
 import checkmate.torch
 from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planned_bytes, recomputes
 
@@ -71,8 +71,8 @@ def test_the_largest_size_that_is_announced_is_planned_for() -> None:
     measured = measure_peak(lambda: run(batches[-1]).backward())
     assert interface.graph.resident_bytes + measured <= result.budget_bytes + 64
     # What runs is the plan of the step, beside what is held of the steps before: of equal cost, with a peak that may differ.
-    assert COORDINATOR.step is not None
-    step = COORDINATOR.step.result
+    assert coordinator().step is not None
+    step = coordinator().step.result
     held = step.budget_bytes - result.budget_bytes
     assert close(measured, (step.peak_bytes or 0) - held - interface.graph.resident_bytes)
 
@@ -199,7 +199,7 @@ def test_graphs_that_share_a_budget_share_it_at_every_size() -> None:
     assert [r.differs(f) for r, f in zip(references, found, strict=True)] == [[], [], []]
     assert measure_peak(lambda: run(x).backward()) <= int(0.75 * peak)
     assert len(planned) == count == 2
-    assert COORDINATOR.held_bytes() == 0
+    assert coordinator().held_bytes() == 0
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers and Dynamo warn of is not ours
@@ -80,7 +80,7 @@ def test_a_stock_model_keeps_its_budget(build: Callable[[], tuple[nn.Module, dic
     found = []
     for budget in ("100%", share):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         for seed in (torch.manual_seed, numpy.random.seed, random.seed):
             seed(0)
         model, batch = build()
@@ -103,7 +103,7 @@ def test_a_stock_model_keeps_its_budget(build: Callable[[], tuple[nn.Module, dic
             # On the CPU what no graph reads, such as a layer that was dropped, is not known.
             used = [p for p in model.parameters() if p.grad is not None]
             resident = sum({t.data_ptr(): t.nbytes for t in (*used, *model.buffers(), *data)}.values())
-            assert COORDINATOR.step is not None
-            assert peak + resident <= COORDINATOR.step.result.budget_bytes
+            assert coordinator().step is not None
+            assert peak + resident <= coordinator().step.result.budget_bytes
         found.append([*losses, *(p.grad for p in model.parameters()), torch.get_rng_state()])
     assert all(a is None if b is None else torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -32,7 +32,7 @@ from checkmate.doctor.training import (
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.options import Compiler
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
 def run(path: StepPath, device: str, budget: str | int | None) -> Measurements:
     """Train some steps, measure the next one, and time more; no budget keeps everything."""
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     free_memory()
     example = _built(path, device)
     optimizer = torch.optim.AdamW(example.model.parameters(), lr=1e-3) if path.whole else None

@@ -11,19 +11,12 @@ from checkmate.core.simulate import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes that a step needs above what is resident, measured or predicted from a plan.
+    """Bytes that a step needs above what is resident, measured or predicted from a plan."""
 
-    Attributes:
-        forward_peak_bytes: Peak of the forward.
-        saved_bytes: Bytes held from the end of the forward to the beginning of the backward.
-        backward_peak_bytes: Peak of the backward.
-        gradient_bytes: Bytes of the gradients that the backward leaves.
-    """
-
-    forward_peak_bytes: int
-    saved_bytes: int
-    backward_peak_bytes: int
-    gradient_bytes: int
+    forward_peak_bytes: int  # peak of the forward
+    saved_bytes: int  # bytes held from the end of the forward to the beginning of the backward
+    backward_peak_bytes: int  # peak of the backward
+    gradient_bytes: int  # bytes of the gradients that the backward leaves
 
     @property
     def peak_bytes(self) -> int:
@@ -40,25 +33,12 @@ class StepMemory:
 
     @classmethod
     def of_whole_step(cls, peak_bytes: int) -> StepMemory:
-        """Memory of a step whose backward is not separate, and leaves no gradients.
-
-        Args:
-            peak_bytes: Its peak.
-        """
+        """Memory of a step whose backward is not separate, and leaves no gradients."""
         return cls(forward_peak_bytes=peak_bytes, saved_bytes=0, backward_peak_bytes=0, gradient_bytes=0)
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan, transient_gradient_bytes: int = 0) -> StepMemory:
-        """Memory of a plan for a graph with a boundary between forward and backward, by `simulate`.
-
-        Args:
-            graph: The graph.
-            plan: Its plan.
-            transient_gradient_bytes: Bytes of gradients that the backward frees, such as those that FSDP shards.
-
-        Raises:
-            ValueError: The graph has no boundary.
-        """
+        """Memory of a plan for a graph with a boundary between forward and backward, by `simulate`."""
         boundary = graph.boundary
         if boundary is None:
             raise ValueError(f"graph {graph.name!r} has no boundary between forward and backward")

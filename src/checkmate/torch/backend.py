@@ -11,13 +11,22 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError, WrongGraphError
+from checkmate.core.errors import (
+    CheckmateError,
+    GraphError,
+    InfeasibleBudgetError,
+    OptionError,
+    PlanNotFoundError,
+    WrongGraphError,
+)
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
-from checkmate.torch.compilation.compilation import Compilation, Hooks
+from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.torch_errors import NO_GRADIENT, NO_GRADIENT_HINT
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
@@ -83,11 +92,7 @@ _PARSED: deque[tuple[Mapping[str, Any], dict[str, Any], Options]] = deque(maxlen
 
 
 def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
-    """The context of the calls of a function that is compiled with this backend; None if there is no promise to keep.
-
-    Args:
-        given: The backend's keyword arguments.
-    """
+    """The context of the calls of a function that is compiled with this backend; None if there is no promise to keep."""
     keywords = {name: value for name, value in given.items() if name not in ("mode", "options")}
     try:
         options = _parsed(given.get("mode"), given.get("options"), keywords)
@@ -105,20 +110,7 @@ def compile_graph(
     options: Options,
     hooks: Hooks | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo.
-
-    Args:
-        gm: The graph that Dynamo traced; it is changed.
-        example_inputs: Its inputs, as Dynamo traced them.
-        options: The options.
-        hooks: Callbacks and settings of a caller inside this package.
-
-    Returns:
-        The compiled graph.
-
-    Raises:
-        CheckmateError: No plan keeps the budget. It is raised in a `DynamoTransparentError`, so that Dynamo does not wrap it.
-    """
+    """Compile one graph of Dynamo."""
     hooks = Hooks() if hooks is None else hooks
     bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
@@ -161,12 +153,7 @@ def _op_by_op(graph: fx.Graph, example_inputs: Sequence[Any], compilation: Compi
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
-    """The refusal of a budget that neither a plan nor any step compiled by Inductor kept.
-
-    Args:
-        error: The refusal for plans op by op.
-        least_bytes: Least budget that a compiled step would keep. It can be less than any plan needs: fused ops store less.
-    """
+    """The refusal of a budget that neither a plan nor any step compiled by Inductor kept."""
     tried = f"no step that Inductor compiled kept the budget, and the smallest of them needs {format_bytes(least_bytes)}"
     message = f"{tried}; op by op: {error.message}"
     if isinstance(error, PlanNotFoundError):
@@ -187,24 +174,29 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
     """Compile the graph op by op, to run in the exact order of its plan."""
     task = compilation.task
     compile_with_aot = aot_autograd(
-        fw_compiler=lambda module, inputs: compilation.forward(boxed(module), module),
-        bw_compiler=lambda module, inputs: compilation.backward(boxed(module)),
+        fw_compiler=lambda module, inputs: compilation.executable.forward(boxed(module), module),
+        bw_compiler=lambda module, inputs: compilation.executable.backward(boxed(module)),
         inference_compiler=lambda module, inputs: _without_backward(module, compilation),
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
     # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
     with functorch_config.patch(donated_buffer=False), regions_as_hints(), aot_cache_disabled():
-        return compilation.differentiable(compile_with_aot(gm, example_inputs))
+        return compilation.executable.differentiable(compile_with_aot(gm, example_inputs))
 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
     """Compile a graph that AOTAutograd has no backward for: a whole step, or one where nothing requires a gradient."""
     if compilation.hooks.whole:
-        return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
-    compilation.refuse_inference()
+        return compilation.executable.forward(boxed(plan_whole_step(module, compilation.task)))
+    _refuse_inference(compilation.hooks)
     task = compilation.task_without_backward
-    return boxed(module) if task is None else compilation.forward(boxed(plan_whole_step(module, task)))
+    return boxed(module) if task is None else compilation.executable.forward(boxed(plan_whole_step(module, task)))
+
+
+def _refuse_inference(hooks: Hooks) -> None:
+    if not hooks.inference:
+        raise GraphError(NO_GRADIENT, hint=NO_GRADIENT_HINT)
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
@@ -216,13 +208,13 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
     if compiled is None:
         return None
     if compiled.planned is None:
-        compilation.refuse_inference()
+        _refuse_inference(compilation.hooks)
         return compiled.run
     interface, result = compiled.planned
     if compiled.memory is not None and compiled.whole is None:
         symbols = compiled.num_symbols
-        compilation.guard(interface, compiled.joint, result, compiled.memory, replaceable=False, num_symbols=symbols)
-    compiled.forward.run = compilation.forward(compiled.forward.run)
-    compiled.backward.run = compilation.backward(compiled.backward.run)
+        compilation.executable.guard(interface, compiled.joint, result, compiled.memory, replaceable=False, num_symbols=symbols)
+    compiled.forward.run = compilation.executable.forward(compiled.forward.run)
+    compiled.backward.run = compilation.executable.backward(compiled.backward.run)
     compilation.hooks.planned(interface, result)
     return compiled.run

@@ -10,7 +10,7 @@ from checkmate.core.result import Curve
 from checkmate.frontend.planner import keep_everything
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.step import Step
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 
 def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve: Curve | None = None) -> StepExplanation:
@@ -62,5 +62,5 @@ def last_plan() -> PlannedStep | None:
         >>> planned.result.peak_bytes <= 2**20
         True
     """
-    step = COORDINATOR.step
+    step = coordinator().step
     return None if step is None else PlannedStep(graph=step.graph, result=step.result)

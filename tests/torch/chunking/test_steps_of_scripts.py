@@ -12,7 +12,7 @@ from torch import nn
 
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers and Dynamo warn of is not ours
@@ -22,7 +22,7 @@ VOCABULARY, TOKENS = 2048, 64
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[None]:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     yield
     torch._dynamo.reset()
 
@@ -94,11 +94,11 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
     model.load_state_dict(language()[0].state_dict())
     model.zero_grad()
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
 
     run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 4, "chunking": "auto"})
     losses, peaks = run_steps(stepping(run, model, batch, accumulated), model)
-    result = COORDINATOR.result
+    result = coordinator().result
     assert result is not None and any("in pieces" in remark for remark in result.remarks)
     assert max(peaks) + resident <= budget
     for got, want in zip(losses, expected, strict=True):

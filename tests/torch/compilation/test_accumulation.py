@@ -14,7 +14,7 @@ from torch import nn
 
 from checkmate.torch import measure_peak
 from checkmate.torch.steps.accumulation import Accumulation
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.recorder import StepRecorder
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled, live_bytes
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     yield
     gc.collect()
-    assert COORDINATOR.held_bytes() == 0
+    assert coordinator().held_bytes() == 0
 
 
 class Language(nn.Module):
@@ -86,7 +86,7 @@ class Accumulated:
 
     def __init__(self, model: Language, budget: str | None) -> None:
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         options: dict[str, Any] = {} if budget is None else {"options": {"budget": budget, **QUICK}}
         run = torch.compile(model, backend="aot_eager" if budget is None else "checkmate", **options)
         parameters = list(model.parameters())
@@ -106,7 +106,7 @@ class Accumulated:
                     micro(x, y)
                 else:
                     self.peaks.append(measure_peak(lambda x=x, y=y: micro(x, y)))  # type: ignore[misc]
-                    self.planned.append((COORDINATOR.step_bytes or 0) - resident)
+                    self.planned.append((coordinator().step_bytes or 0) - resident)
                 assert all(p.grad.data_ptr() == before.get(id(p), p.grad.data_ptr()) for p in parameters if p.grad is not None)
         self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         model.zero_grad(set_to_none=True)
@@ -160,7 +160,7 @@ def in_both(
         ),
     ):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         torch.manual_seed(0)
         model = make()
 
@@ -171,7 +171,7 @@ def in_both(
         for i in range(prepare):
             run(batch(i)).backward()
         if options and prepare:
-            assert COORDINATOR.step is None or any(p.accumulated for p in COORDINATOR.step.programs)
+            assert coordinator().step is None or any(p.accumulated for p in coordinator().step.programs)
         seen = loop(run, model)
         found.append((seen, [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]))
     (seen, gradients), (other, others) = found
@@ -387,8 +387,8 @@ def test_two_forwards_with_a_backward_each_are_added_to() -> None:
             for loss in losses:
                 loss.backward()
             del losses, loss
-        if COORDINATOR.step is not None:
-            assert [len(p.accumulated) for p in COORDINATOR.step.programs] == [6, 6]
+        if coordinator().step is not None:
+            assert [len(p.accumulated) for p in coordinator().step.programs] == [6, 6]
 
     in_both(loop)
 
@@ -515,14 +515,14 @@ def test_a_gradient_that_the_backward_is_given_is_added_to_two_parameters() -> N
     found = []
     for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "1MiB", **QUICK}})):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         model = Sum()
         run = torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
         for i in range(4):
             run(batch(i)).square().mean().backward()
         found.append([p.grad for p in model.parameters()])
-    assert COORDINATOR.step is not None
-    assert COORDINATOR.step.programs[0].accumulated == {0, 1}
+    assert coordinator().step is not None
+    assert coordinator().step.programs[0].accumulated == {0, 1}
     assert all(map(torch.equal, *found))
 
 
@@ -541,11 +541,11 @@ def test_gradients_that_exist_before_anything_is_compiled(broken: bool) -> None:
             model.zero_grad(set_to_none=True)
         run(x, y).backward()
     took = measure_peak(lambda: run(x, y).backward())
-    assert took == (COORDINATOR.step_bytes or 0) - resident - sum(p.nbytes for p in model.parameters())
+    assert took == (coordinator().step_bytes or 0) - resident - sum(p.nbytes for p in model.parameters())
     model.zero_grad(set_to_none=True)
     took = measure_peak(lambda: run(x, y).backward())
     # A plan for existing gradients leaves room for what there was.
-    assert took <= (COORDINATOR.step_bytes or 0) - resident
+    assert took <= (coordinator().step_bytes or 0) - resident
 
 
 def test_a_plan_that_is_given_runs_as_it_is() -> None:
@@ -574,7 +574,7 @@ def test_with_accumulate_one_plan_serves_all_micro_batches() -> None:
         model.zero_grad(set_to_none=True)
         for i, (x, y) in enumerate(micro_batches()):
             took = measure_peak(lambda x=x, y=y: run(x, y).backward()) if step else run(x, y).backward()  # type: ignore[misc]
-            assert COORDINATOR.step is None
+            assert coordinator().step is None
             interface, result = planned[-1]
             gradients = sum(p.nbytes for p in model.parameters())
             if step and i:

@@ -15,7 +15,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 import checkmate
 from checkmate import CheckmateError, OptionError
 from checkmate.torch import NothingPlannedError
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 # Dynamo looks at `.grad` of the tensor that crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -170,8 +170,8 @@ def test_a_call_without_any_plan_is_eager_code_of_a_step_that_has_one(caplog: py
         decoder.zero_grad()
     (said,) = warnings(caplog)
     assert "part of this call runs outside of every plan: what it allocates counts towards the budget" in said
-    assert COORDINATOR.step is not None
-    assert any(op.name.startswith("gap") for op in COORDINATOR.step.graph.ops)
+    assert coordinator().step is not None
+    assert any(op.name.startswith("between") for op in coordinator().step.graph.ops)
 
 
 @pytest.mark.parametrize(("model", "words", "hint"), UNPLANNED[:1], ids=NAMES[:1])
@@ -384,10 +384,10 @@ def test_generating_text_leaves_the_training_its_compilations() -> None:
         for rows in range(1, torch._dynamo.config.recompile_limit + 4):
             x = torch.ones(rows, 16)
             assert torch.equal(run(x), model(x))
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     for _ in range(2):
         run(torch.ones(64, 16)).backward()
-    assert COORDINATOR.result is not None
+    assert coordinator().result is not None
 
 
 class _Doubled(torch.autograd.Function):
@@ -427,7 +427,7 @@ def test_that_nothing_is_planned_exceeds_no_budget_in_silence(caplog: pytest.Log
 def test_dynamo_traces_nothing_of_this_package() -> None:
     """Hooks run where a compiled function calls the backward and the optimizer: Dynamo sees every frame there."""
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     clear_compilation_metrics()
     model, x = Whole(), torch.randn(8, 16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -12,7 +12,7 @@ from torch import nn
 from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
 from checkmate.torch.steps import known_steps
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.steps import live_bytes
 
 WIDTH, LAYERS, ROWS = 256, 6, 64
@@ -58,7 +58,7 @@ class Loop:
         for number in range(steps):
             before = live_bytes()
             self.peaks.append(before + measure_peak(lambda number=number: step(number)))
-            self.planned.append(COORDINATOR.step_bytes or 0)
+            self.planned.append(coordinator().step_bytes or 0)
             optimizer.step()
 
 
@@ -74,7 +74,7 @@ def test_a_budget_that_eager_code_keeps_is_not_refused(caplog: pytest.LogCapture
     """No plan keeps it beside the gradients of two steps. That it may be exceeded is said before it is known to be kept."""
     budget = max(Loop("100%").peaks) + 64
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     loop = Loop(budget)
     assert max(loop.peaks) <= budget
     said = [r.getMessage() for r in caplog.records if "gradients of the step before" in r.getMessage()]
@@ -93,7 +93,7 @@ def test_gradients_that_no_plan_has_room_for_are_refused() -> None:
     """A loop that accumulates is refused once it is known to, and not run over its budget for good."""
     budget = max(Loop("100%").peaks) + 64
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     with pytest.raises(InfeasibleBudgetError):
         Loop(budget, clears=lambda _: False)
 
@@ -126,7 +126,7 @@ def test_gradients_of_eager_layers_count_once_whatever_step_made_them() -> None:
         x = torch.randn(rows, WIDTH)
         before = live_bytes()
         peak = before + measure_peak(lambda x=x: step(x))
-        planned = COORDINATOR.step_bytes or 0
+        planned = coordinator().step_bytes or 0
         optimizer.step()
         if number in (3, 5):  # after a step of the other kind
             assert 0 <= planned - peak <= 64
@@ -135,7 +135,7 @@ def test_gradients_of_eager_layers_count_once_whatever_step_made_them() -> None:
 def test_a_budget_that_is_far_too_small_is_not_tried_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a refusal proves to be lacking is more than gradients and outputs of the step before take, if those were freed."""
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     asked: list[bool] = []
 
     def refuse(*_: object, **__: object) -> None:

@@ -22,7 +22,9 @@ from checkmate import InfeasibleBudgetError, Limits, MinBudget, PlanNotFoundErro
 from checkmate.core.units import parse_bytes
 from checkmate.frontend import solved_plans
 from checkmate.torch import LateGradientError, measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps import coordinator as coordinators
+from checkmate.torch.steps.coordinator import coordinator
+from checkmate.torch.steps.state import StepState
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, live_bytes, observe, planned_bytes
 
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture(autouse=True)
 def _nothing_in_flight() -> None:
     gc.collect()  # what an error of the test before still holds
-    assert COORDINATOR.held_bytes() == 0
+    assert coordinator().held_bytes() == 0
 
 
 class Ran:
@@ -51,7 +53,7 @@ class Ran:
         self, model: nn.Module, step: Callable[[Callable[..., Any]], torch.Tensor], budget: object, steps: int = 3
     ) -> None:
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         run = torch.compile(model, backend="checkmate", options={"budget": budget, **QUICK})
         self.peaks: list[int] = []
         self.losses: list[torch.Tensor] = []
@@ -103,7 +105,7 @@ def test_a_loss_outside_of_the_compiled_model_is_part_of_the_step(share: int) ->
 
     everything = Ran(model, step, "100%")
     ran = Ran(model, step, f"{share}%")
-    plan = COORDINATOR.step
+    plan = coordinator().step
     assert plan is not None
     assert max(ran.peaks) <= plan.result.budget_bytes < max(everything.peaks)
     assert close(ran.peaks[-1], plan.result.peak_bytes)
@@ -143,7 +145,7 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     x = torch.randn(512, 64)
     everything = Ran(broken, lambda run: run(x), "100%")
     ran = Ran(broken, lambda run: run(x), "55%")
-    plan = COORDINATOR.step
+    plan = coordinator().step
     assert plan is not None
     assert len(plan.graphs) == parts
     assert close(ran.peaks[-1], plan.result.peak_bytes)
@@ -200,11 +202,11 @@ def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     model, x = Broken(2), torch.randn(512, 64)
     first = Ran(model, lambda run: run(x), "55%", steps=2)
-    plan = COORDINATOR.step
+    plan = coordinator().step
     assert plan is not None and searches == ["quick_peak", "quick_peak", "solve"]
     searches.clear()
     second = Ran(model, lambda run: run(x), "55%", steps=2)
-    again = COORDINATOR.step
+    again = coordinator().step
     assert again is not None and not searches
     assert again.result.plan == plan.result.plan
     assert first.same(second)
@@ -219,7 +221,7 @@ def test_one_graph_that_runs_twice_has_a_plan_for_each_place() -> None:
 
     everything = Ran(model, step, "100%")
     ran = Ran(model, step, "60%")
-    plan = COORDINATOR.step
+    plan = coordinator().step
     assert plan is not None
     assert len(plan.graphs) == 2
     assert plan.graphs[0] is plan.graphs[1]
@@ -252,7 +254,7 @@ def test_a_gradient_that_is_not_defined_costs_nothing() -> None:
         return loss
 
     ran = Ran(model, step, "100%")
-    plan = COORDINATOR.step
+    plan = coordinator().step
     assert plan is not None
     assert plan.programs[0].undefined == {1}
     assert held[0].requires_grad
@@ -290,17 +292,24 @@ def test_a_gradient_that_comes_late_is_right_and_planned_for_from_then_on(caplog
         assert ("a gradient came for an output that had none before" in caplog.text) is late
 
 
-def test_a_late_gradient_without_its_inputs_is_an_error() -> None:
-    """Never a wrong gradient."""
+@pytest.mark.parametrize("lost", ["freed", "overwritten"])
+def test_a_late_gradient_without_its_inputs_is_an_error(lost: str) -> None:
+    """Never a wrong gradient. The loss does not depend on the scale, so that no backward before has saved it."""
     model, y = TwoOutputs(), torch.randint(512, (64,))
-    run = torch.compile(model, backend="checkmate", options={"budget": "1GiB", **QUICK})
+
+    def scaled(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, logits = model(x, y)
+        return loss, logits * scale
+
+    run = torch.compile(scaled, backend="checkmate", options={"budget": "1GiB", **QUICK})
+    x, scale = torch.randn(64, 64), torch.randn(512)
     for _ in range(2):
-        run(torch.randn(64, 64), y)[0].backward()
-    loss, logits = run(torch.randn(64, 64).clone(), y)
-    planned = COORDINATOR.step
-    assert planned is not None
-    flight = COORDINATOR._pending[-1]
-    flight.arguments[next(k for k, a in enumerate(flight.arguments) if a() is not None)] = lambda: None
+        run(x, y, scale)[0].backward()
+    loss, logits = run(x, y, scale)
+    if lost == "freed":
+        del scale
+    else:
+        scale.zero_()
     with pytest.raises(LateGradientError, match="has been freed"):
         (loss + logits.square().mean()).backward()
 
@@ -309,7 +318,7 @@ def test_two_networks_one_of_which_is_only_run_forward() -> None:
     """The steps of a GAN: the discriminator's has a forward of the generator whose result is detached."""
     generator, discriminator = mlp(3, dropout=0.0), Classifier(3, classes=1)
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     options = {"budget": "60%", **QUICK}
     made, judged = (torch.compile(m, backend="checkmate", options=options) for m in (generator, discriminator))
     x, z = torch.randn(1024, 64), torch.randn(1024, 64)
@@ -329,7 +338,7 @@ def test_two_networks_one_of_which_is_only_run_forward() -> None:
         for module in (generator, discriminator):
             module.zero_grad(set_to_none=True)
         peak = measure_peak(step)
-        plan = COORDINATOR.step
+        plan = coordinator().step
         assert plan is not None
         assert sum(program is not None for program in plan.programs) == graphs
         assert peak + resident <= plan.result.budget_bytes
@@ -366,7 +375,7 @@ def test_a_step_without_a_plan_is_refused_before_it_begins() -> None:
     assert named is not None
     budget = named[1]
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(lambda: model(x).mean(), backend="checkmate", options={"budget": budget, **QUICK})
     step(run)
     assert live_bytes() + measure_peak(lambda: step(run)) <= parse_bytes(budget)
@@ -408,51 +417,85 @@ def test_a_step_that_is_given_up_is_not_in_flight() -> None:
     model, x = mlp(), input_of("dropout", 1024)
     run, _ = compiled(lambda: model(x).mean(), budget="80%", **QUICK)
     loss = run()
-    assert COORDINATOR.held_bytes() > 0
+    assert coordinator().held_bytes() > 0
     del loss
-    assert COORDINATOR.held_bytes() == 0
+    assert coordinator().held_bytes() == 0
     run().backward()
 
 
-def test_a_thread_does_not_train_while_another_is_in_the_middle_of_a_step() -> None:
-    """A budget is one of the process. The step of the other thread goes on, and the next one may be of either."""
-    torch._dynamo.reset()
-    COORDINATOR.forget_steps()
-    run = torch.compile(Classifier(3), backend="checkmate", options={"budget": "80%", **QUICK})
-    x = torch.randn(64, 64)
-    told: list[BaseException] = []
+def test_two_threads_train_two_models(caplog: pytest.LogCaptureFixture) -> None:
+    """Each thread has its own step; that neither plan knows what the other thread holds is said once."""
+    models = [Classifier(2, width=width) for width in (32, 64)]
+    batches = [torch.randn(64, width) for width in (32, 64)]
+    runs = [torch.compile(model, backend="checkmate", options={"budget": "80%", **QUICK}) for model in models]
+    expected: list[list[torch.Tensor]] = []
+    found: list[list[torch.Tensor]] = [[], []]
+    begun = threading.Barrier(2)
 
-    def train() -> None:
-        try:
-            run(x).sum().backward()
-        except PlanNotFoundError as error:
-            told.append(error)
+    def gradients(i: int, run: Callable[..., Any]) -> list[torch.Tensor]:
+        models[i].zero_grad()
+        loss = run(batches[i]).square().mean()
+        if threading.current_thread() is not threading.main_thread():
+            begun.wait(60)
+        loss.backward()
+        return [p.grad.clone() for p in models[i].parameters() if p.grad is not None]
 
-    def trained_by_another_thread() -> None:
-        thread = threading.Thread(target=train)
+    def train(i: int) -> None:
+        for _ in range(4):
+            found[i] = gradients(i, runs[i])
+
+    for i in (0, 1):
+        gradients(i, runs[i])
+        expected.append(gradients(i, runs[i]))
+    caplog.clear()
+    threads = [threading.Thread(target=train, args=(i,)) for i in (0, 1)]
+    for thread in threads:
         thread.start()
+    for thread in threads:
         thread.join()
-
-    train()
-    train()
-    loss = run(x).sum()
-    plan = COORDINATOR.step
-    trained_by_another_thread()
-    assert plan is not None and COORDINATOR.step is plan and COORDINATOR.in_flight()
-    assert [str(error).partition(":")[0] for error in told] == ["two threads train at once"]
-    loss.backward()
-    trained_by_another_thread()
-    train()
-    assert len(told) == 1
+    for mine, its in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+    assert caplog.text.count("two threads train at once") == 1
+    assert coordinator().state is StepState.BETWEEN
 
 
-def test_the_step_after_an_interrupt_runs_whatever_line_it_came_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_belongs_to_the_step_of_its_forward_in_whatever_thread_it_runs() -> None:
+    """Autograd runs the backwards of a GPU on threads of its own."""
+    model, x = Classifier(2), torch.randn(64, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "80%", **QUICK})
+
+    def gradients(threaded: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = run(x).square().mean()
+        if threaded:
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            backward.join()
+        else:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(threaded=False)
+    assert all(all(map(torch.equal, gradients(threaded=True), expected)) for _ in range(2))
+    assert coordinator().step is not None and coordinator().state is StepState.BETWEEN
+
+
+@pytest.mark.parametrize(
+    ("error", "stride"),
+    [
+        (KeyboardInterrupt, 41),
+        (MemoryError, 131),
+        pytest.param(KeyboardInterrupt, 1, marks=pytest.mark.slow),
+        pytest.param(MemoryError, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_after_an_exception_runs_whatever_line_it_came_at(
+    error: type[BaseException], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C comes between any two statements that keep account of a step."""
     # A tracing function raises where no signal is answered: before `__exit__`, so that a lock may be left to this thread.
-    monkeypatch.setattr(COORDINATOR, "_lock", threading.RLock())
+    monkeypatch.setattr(coordinators, "_LOCK", threading.RLock())
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps an interrupt in a finalizer, with all frames
-    torch._dynamo.reset()
-    COORDINATOR.forget_steps()
     model, x = Classifier(2), torch.randn(64, 64)
     run = torch.compile(model, backend="checkmate", options={"budget": "85%", **QUICK})
 
@@ -470,13 +513,13 @@ def test_the_step_after_an_interrupt_runs_whatever_line_it_came_at(monkeypatch: 
             left[0] -= event == "line"
             if not left[0]:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise error
             return trace
 
         sys.settrace(trace)
         try:
             gradients()
-        except KeyboardInterrupt:
+        except error:
             return True
         finally:
             sys.settrace(None)
@@ -486,10 +529,11 @@ def test_the_step_after_an_interrupt_runs_whatever_line_it_came_at(monkeypatch: 
     line = 1
     while is_interrupted_at(line):
         assert all(map(torch.equal, gradients(), expected))
-        line += 37
+        assert coordinator().state is StepState.BETWEEN
+        line += stride
     for _ in range(2):
         gradients()
-    peak, plan = live_bytes() + measure_peak(gradients), COORDINATOR.step
+    peak, plan = live_bytes() + measure_peak(gradients), coordinator().step
     assert line > 300 and plan is not None
     assert peak <= plan.result.budget_bytes  # an interrupted step was seen to hold its outputs, which has room in the plan
 

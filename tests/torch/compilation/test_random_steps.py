@@ -11,7 +11,7 @@ from torch import nn
 
 import checkmate.torch  # noqa: F401 - registers the backend
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.steps import live_bytes
 
 WIDTH, ROWS = 32, 128
@@ -69,7 +69,7 @@ class Network(nn.Module):
 
 def peak(seed: int, budget: object) -> int:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     torch.manual_seed(0)
     net = Network(seed)
     run = torch.compile(net, backend="checkmate", options={"budget": budget, "time_limit_s": 1, "costs": "estimated"})

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +57,7 @@ class Training:
     def measured(self, step: Callable[[], object], held_bytes: int = 0) -> None:
         """Run a step and compare its peak with the budget of its plan, both above what the step is given."""
         peak = measure_peak(step)
-        plan = COORDINATOR.step
+        plan = coordinator().step
         assert plan is not None
         parameters = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
         self.over.append(peak + parameters + held_bytes - plan.result.budget_bytes)
@@ -201,7 +201,7 @@ LOOPS = [
 
 def trained(loop: Callable[[Training], None], budget: str, *, checkpointed: bool = False) -> Training:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     torch.manual_seed(0)
     model = Residual(checkpointed)
     training = Training(model, torch.compile(model, backend="checkmate", options={"budget": budget, **QUICK}))
@@ -320,7 +320,7 @@ def test_steps_that_begin_alike_and_alternate_keep_their_plans() -> None:
                 step()
                 continue
             training.measured(step, x.nbytes + y.nbytes)
-            plan = COORDINATOR.step
+            plan = coordinator().step
             assert plan is not None
             assert len(plan.graphs) == 1 + i % 2
 
@@ -370,7 +370,7 @@ def test_a_packed_gru_between_planned_graphs() -> None:
     ids, lengths, y = torch.randint(256, (64, 32)), torch.randint(8, 33, (64,)), torch.randint(4, (64,))
     for budget in ("100%", "60%"):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         torch.manual_seed(0)
         model = Sentences()
         training = Training(model, torch.compile(model, backend="checkmate", options={"budget": budget, **QUICK}))

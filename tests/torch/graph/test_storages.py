@@ -12,7 +12,7 @@ from torch import fx
 from checkmate.torch.graph import storages
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, is_scalar_tangent
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled
 
@@ -52,5 +52,5 @@ def test_the_loss_is_a_scalar_where_the_allocator_rounds(monkeypatch: pytest.Mon
     assert graph.boundary is not None
     (tangent,) = (graph.values[v] for v in graph.ops[graph.boundary].outputs)
     assert (tangent.size_bytes, is_scalar_tangent(tangent)) == (CUDA_ALIGNMENT_BYTES, True)
-    assert COORDINATOR.result is not None and COORDINATOR.result.plan == result.plan
+    assert coordinator().result is not None and coordinator().result.plan == result.plan
     assert result.overhead > 1

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import Observed, Planned, compiled, observe
 
@@ -24,9 +24,9 @@ ROWS = 512
 def _own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty cache of compiled code, and no known steps: as in the first process of a machine."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     yield
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
 
 
 class Starts:
@@ -43,7 +43,7 @@ class Starts:
     def start(self, budget: int | str | None, **options: Any) -> tuple[Callable[[], Any], Planned]:
         """The compiled loss, and its plans."""
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         counters.clear()
         options = {"compiler": "inductor", "time_limit_s": 3, **options}
         return compiled(lambda: self.model(self.x).square().mean(), budget=budget, **options)

@@ -19,7 +19,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.inductor.account import Account
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
@@ -132,7 +132,7 @@ def test_that_no_compiled_step_fits_is_found_out_once(caplog: pytest.LogCaptureF
     model, x = mlp(depth=3), input_of("dropout", ROWS)
     for budget, said in (("80%", "plans that Inductor compiled kept"), ("80%", "compiled before kept"), ("81%", "compiled kept")):
         torch._dynamo.reset()
-        COORDINATOR.forget_steps()
+        coordinator().forget_steps()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "checkmate.torch"):
             run, planned = planned_loss(model, x, budget)

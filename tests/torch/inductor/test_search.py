@@ -20,7 +20,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch.compilation.compilation import Compilation, Hooks
 from checkmate.torch.inductor.search import CalibratedSearch, in_graph_order
 from checkmate.torch.options import Options
-from checkmate.torch.steps.program import Share
+from checkmate.torch.steps.program import StepAllotment
 from tests.strategies import random_graph, random_order
 
 Compiler = Callable[[int, tuple[int, ...]], int]
@@ -67,8 +67,8 @@ def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | No
     compilation: Any = SimpleNamespace(
         options=Options(budget=keep_all_bytes(graph), compiler="inductor"),
         ranks=None,
-        agreed=lambda graph, plan: (graph, plan(graph)),
-        share=lambda graph: Share(order, planned),
+        request=SimpleNamespace(agreed=lambda graph, plan: (graph, plan(graph))),
+        planner=SimpleNamespace(allotment=lambda graph: StepAllotment(order, planned)),
     )
     search = CalibratedSearch(compilation, "some compiler")
     assert search.plan(graph)[1].plan.order == order

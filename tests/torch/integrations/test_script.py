@@ -13,7 +13,7 @@ from torch import nn
 from checkmate.core.errors import UnitError
 from checkmate.frontend.options import budget_of_environment, lightning_callbacks
 from checkmate.torch.integrations.script import TrainingReport, training_within
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
 ROOT = Path(__file__).parents[3]
@@ -100,7 +100,7 @@ def test_what_the_code_calls_to_train_is_compiled(name):
 
 def test_the_report_has_what_was_announced():
     """A first step may exceed the budget, which a warning says once: the report has it too."""
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     with training_within("70%", **BUDGET) as report:
         trained(lambda network: (network, lambda x: network(x) * torch.ones(64, 4096)), steps=1)  # eager code takes most
     assert report.announced_bytes > 64 * 4096 * 4

@@ -9,7 +9,7 @@ import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import fx
 
-from checkmate.torch.joint.capture import Capture, capture_joint, part_of
+from checkmate.torch.joint.capture import Capture, capture_joint, captured_graph
 from checkmate.torch.measure.estimates import estimated_costs
 from checkmate.torch.passes.gradients import without_tangents
 
@@ -44,7 +44,7 @@ def kinds(capture: Capture, ops: tuple[int, ...]) -> list[str]:
 
 def test_readers_of_an_input_read_it_directly(capture: Capture) -> None:
     """The forward and the backward of the product read the batch; the weight is read through its transpose alone."""
-    part = part_of(capture)
+    part = captured_graph(capture)
     batch, weight, unused = part.readers
     assert kinds(capture, batch)[0] == "aten.mm.default"
     assert kinds(capture, weight) == ["aten.t.default"]
@@ -53,7 +53,7 @@ def test_readers_of_an_input_read_it_directly(capture: Capture) -> None:
 
 def test_views_of_an_input_are_values_without_bytes(capture: Capture) -> None:
     """Their storage is the input's; in a step another graph may have made it."""
-    part = part_of(capture)
+    part = captured_graph(capture)
     assert set(part.views.values()) <= {0, 1}
     assert 1 in part.views.values()
     for v in part.views:
@@ -63,7 +63,7 @@ def test_views_of_an_input_are_values_without_bytes(capture: Capture) -> None:
 
 def test_results_and_gradients_are_the_values_of_the_boundary(capture: Capture) -> None:
     """The boundary reads what the forward returns and writes the gradients of it."""
-    part = part_of(capture)
+    part = captured_graph(capture)
     start = capture.graph.ops[part.boundary]
     assert set(part.returned) == set(start.inputs)
     assert part.tangents == start.outputs
@@ -75,6 +75,6 @@ def test_results_and_gradients_are_the_values_of_the_boundary(capture: Capture) 
 
 def test_an_undefined_gradient_has_no_value(joint: fx.GraphModule) -> None:
     """Nothing is allocated for it."""
-    part = part_of(capture_joint(without_tangents(joint, {1}), 2, estimated_costs))
+    part = captured_graph(capture_joint(without_tangents(joint, {1}), 2, estimated_costs))
     assert part.tangents[0] is not None
     assert part.tangents[1] is None

@@ -10,7 +10,7 @@ import torch
 
 import checkmate.torch  # noqa: F401 - registers the backend
 from checkmate.torch.measure import resident
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 
 def step(net: torch.nn.Module, x: torch.Tensor) -> None:
@@ -26,7 +26,7 @@ def test_a_loop_does_not_hold_its_first_batch():
     x = torch.zeros(2, 4)
     gc.collect()
     assert first() is None
-    assert COORDINATOR.step_bytes
+    assert coordinator().step_bytes
 
 
 def test_the_cache_of_files_is_no_memory_that_a_container_has_used(tmp_path: Path):

@@ -15,7 +15,7 @@ from checkmate import Auto, Graph, Plan, Problem, Termination, evaluate
 from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Session
 from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 SCREEN = 24  # lines
 WIDTH = 250
@@ -71,7 +71,7 @@ def test_what_a_whole_step_saves_is_told(step: Step) -> None:
 
 def test_the_plan_of_a_plain_loop_is_seen() -> None:
     """There is no step object to ask: the newest step of the process is the one that is meant."""
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     assert last_plan() is None
     model = torch.compile(network(), backend="checkmate", options={"budget": "1MiB", "costs": "estimated"})
     with pytest.raises(OptionError, match="OptimizedModule cannot be explained") as error:
@@ -113,7 +113,7 @@ def test_a_smaller_last_batch_is_not_searched_for() -> None:
 
 def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for() -> None:
     """Its share has as many bytes as that of the larger batch had, and its step the order of that step's plan."""
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     model, x = network(), torch.ones(ROWS, 16)
     options = {"budget": "60%", "costs": "estimated", "time_limit_s": 5.0, "solver": (solver := Counted())}
     compiled = torch.compile(model, backend="checkmate", options=options)

@@ -54,7 +54,7 @@ def _newest_before(g, w, v, position):
 
 @inner_kernel
 def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
-    """What must run again at position ``need_at`` to make an output of an op again.
+    """The cost of making an output of an op again at position ``need_at``.
 
     Returns whether that is possible, its cost, the bytes of values that cannot be made again and would have to be held over the
     peak for it, how many instances would be evicted along (the first of ``w.listed``), and whether the walk was ended early: the

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -231,18 +232,37 @@ def recurrent_layers_outside() -> Generator[None]:
     if dynamo_config.allow_rnn:
         yield
         return
-    layers = _recurrent_layers()
-    with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(allow_rnn=True))
-        for layer, forward in layers.items():
-            stack.enter_context(replaced(layer, "forward", forward))
+    with dynamo_config.patch(allow_rnn=True), _FORWARDS:
         yield
 
 
+class _RecurrentForwards:
+    """Context in which recurrent layers have forwards that Dynamo does not trace; several threads may be in it."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            for layer, (_, untraced_forward) in _recurrent_layers().items():
+                layer.forward = untraced_forward
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            for layer, (forward, _) in _recurrent_layers().items() if not self._inside else ():
+                layer.forward = forward
+
+
+_FORWARDS = _RecurrentForwards()
+
+
 @functools.cache
-def _recurrent_layers() -> dict[Any, Any]:
-    """The recurrent layers, and forwards of them that Dynamo does not trace: always the same ones, since it guards on them."""
-    return {layer: torch.compiler.disable(layer.forward, reason=RECURRENT) for layer in (nn.RNN, nn.LSTM, nn.GRU)}
+def _recurrent_layers() -> dict[Any, tuple[Any, Any]]:
+    """Recurrent layers, their forwards, and forwards that Dynamo does not trace: always the same, since it guards on them."""
+    layers = (nn.RNN, nn.LSTM, nn.GRU)
+    return {layer: (layer.forward, torch.compiler.disable(layer.forward, reason=RECURRENT)) for layer in layers}
 
 
 def watch_compilations(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:

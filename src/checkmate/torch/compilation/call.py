@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,7 @@ from checkmate.torch._compat.dynamo import (
 from checkmate.torch.compilation.skipped import Place, hints, listed, place
 from checkmate.torch.compilation.torch_errors import in_words
 from checkmate.torch.options import Options
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -42,16 +42,7 @@ class NothingPlannedError(CheckmateError, RuntimeError):
 
 
 class CompiledCalls:
-    """The calls of one compiled function. Calling it makes the context of one call.
-
-    Args:
-        options: The options that the function was compiled with.
-
-    Attributes:
-        options: As given.
-        planned: Whether a planned graph has run in any call.
-        evaluations: Calls without gradients in which Dynamo compiled.
-    """
+    """The calls of one compiled function. Calling it makes the context of one call."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -67,11 +58,7 @@ class CompiledCalls:
         return Call(self)
 
     def read(self, log: CompileLog) -> None:
-        """Take over what Dynamo recorded.
-
-        Args:
-            log: The log.
-        """
+        """Take over what Dynamo recorded."""
         for record in log.new_frames():
             at = (record.function, record.file, record.line)
             if not record.reason:
@@ -84,26 +71,31 @@ class CompiledCalls:
             self._breaks.setdefault(place(*found))
 
     def judge(self, planned_nodes: int, other_nodes: int) -> None:
-        """Tell the user of what a call ran outside of every planned graph.
-
-        Args:
-            planned_nodes: Autograd nodes that planned graphs made.
-            other_nodes: Autograd nodes that were made elsewhere.
-
-        Raises:
-            NothingPlannedError: Nothing of the step was planned, nor of any call before, and the options make that an error.
-        """
+        """Tell the user of what a call ran outside of every planned graph."""
         self.planned = self.planned or planned_nodes > 0
-        if not other_nodes:
-            if self._breaks and planned_nodes:
-                self._inform()
-            return
-        if not self.planned and not COORDINATOR.in_flight():  # it is no eager code of a step of other functions
+        limited = [p for p in self._skipped if p.by_limit]
+        if not other_nodes:  # graph breaks that leave no differentiable op out: all of those are planned
+            if planned_nodes and (places := self._untold(self._breaks)):
+                _log.info("this call is planned in several graphs. %s", listed(places))
+        elif not self.planned and not coordinator().in_flight:  # it is no eager code of a step of other functions
             self._nothing_planned()
-        elif not planned_nodes and any(p.by_limit for p in self._skipped):
-            self._limit_reached()
-        else:
-            self._part_planned()
+        elif not planned_nodes and limited:
+            self._limit_reached(self._untold(limited))
+        elif places := self._untold([*self._skipped, *self._breaks]):
+            # The share of the step's memory and time that is planned belongs here as soon as something measures it.
+            _log.warning(
+                "part of this call runs outside of every plan: what it allocates counts towards the budget of %s, but nothing "
+                "of it is computed again to save memory. %s\nhint: %s",
+                self.options.budget,
+                listed(places),
+                hints(places),
+            )
+
+    def _untold(self, places: Iterable[Place]) -> list[Place]:
+        """Those of some places that no message has named; the next one does."""
+        found = [p for p in _users(places) if p not in self._told]
+        self._told.update(found)
+        return found
 
     def _nothing_planned(self) -> None:
         places = _users([*self._skipped, *self._breaks])
@@ -113,16 +105,13 @@ class CompiledCalls:
         budget = self.options.planning.budget
         if self.options.unplanned == "error" and (budget is None or not budget.keeps_everything):
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
-        if not self._told.issuperset(places) or not self._told:
-            self._told.update(places or [Place("", "", 0, "")])
+        if self._untold(places or [Place("", "", 0, "")]):
             _log.warning("%s\nhint: %s", message, hint)
 
-    def _limit_reached(self) -> None:
-        places = [p for p in _users([*self._skipped]) if p.by_limit and p not in self._told]
+    def _limit_reached(self, places: list[Place]) -> None:
         if not places:
             return
-        self._told.update(places)
-        most_bytes = COORDINATOR.steps.keep_all_bytes
+        most_bytes = coordinator().steps.keep_all_bytes
         _log.warning(
             "this call and others like it run without a plan, so that the budget of %s is not kept%s: %s was compiled %d times, "
             "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
@@ -134,39 +123,14 @@ class CompiledCalls:
             hints(places),
         )
 
-    def _part_planned(self) -> None:
-        places = [p for p in _users([*self._skipped, *self._breaks]) if p not in self._told]
-        if not places:
-            return
-        self._told.update(places)
-        # The share of the step's memory and time that is planned belongs into this message as soon as something measures it.
-        _log.warning(
-            "part of this call runs outside of every plan: what it allocates counts towards the budget of %s, but nothing of it "
-            "is computed again to save memory. %s\nhint: %s",
-            self.options.budget,
-            listed(places),
-            hints(places),
-        )
 
-    def _inform(self) -> None:
-        """Log graph breaks that leave no differentiable op out: all of those are planned."""
-        places = [p for p in _users([*self._breaks]) if p not in self._told]
-        if places:
-            self._told.update(places)
-            _log.info("this call is planned in several graphs. %s", listed(places))
-
-
-def _users(places: list[Place]) -> list[Place]:
+def _users(places: Iterable[Place]) -> list[Place]:
     """The places, without those of hooks that FSDP and DistributedDataParallel run between graphs."""
     return [p for p in places if "/torch/distributed/" not in p.file.replace("\\", "/")]
 
 
 class RefusedCalls:
-    """The calls of a function with options that the backend refuses: it would not be asked where Dynamo makes no graph.
-
-    Args:
-        error: What is wrong with the options.
-    """
+    """The calls of a function with options that the backend refuses: it would not be asked where Dynamo makes no graph."""
 
     def __init__(self, error: CheckmateError) -> None:
         self._error = error
@@ -185,11 +149,7 @@ class RefusedCalls:
 
 
 class Call:
-    """The context of one call; of calls inside of each other in one thread, only the outermost counts.
-
-    Args:
-        calls: The compiled function.
-    """
+    """The context of one call; of calls inside of each other in one thread, only the outermost counts."""
 
     def __init__(self, calls: CompiledCalls) -> None:
         self._calls = calls
@@ -203,11 +163,13 @@ class Call:
         if _thread.call is None:
             with ExitStack() as contexts:
                 if torch.is_grad_enabled():
-                    COORDINATOR.begin_call(self._calls, self._calls.options.planning.budget)
+                    coordinator().begin_call(self._calls, self._calls.options.planning.budget)
                 watch_compilations(_compile_began, _compile_ended)
                 contexts.enter_context(recurrent_layers_outside())
                 self._evaluates = not torch.is_grad_enabled()
-                if self._evaluates and self._calls.evaluations >= _MOST_EVALUATIONS:
+                # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, and leave
+                # none for training: calls without gradients are compiled for three shapes.
+                if self._evaluates and self._calls.evaluations >= 3:
                     contexts.enter_context(torch.compiler.set_stance("eager_on_recompile"))
                 self._exception = sys.exception()
                 self._log = CompileLog()
@@ -221,8 +183,8 @@ class Call:
         if _thread.call is not self:
             return
         _thread.call = None
-        COORDINATOR.end_call()
         self._contexts.close()
+        coordinator().end_call()
         self._calls.evaluations += self.compiled and self._evaluates
         other = autograd_nodes() - self._nodes - self.planned_nodes - self.compile_nodes
         self._calls.read(self._log)
@@ -240,11 +202,6 @@ class Call:
         self._calls.read(self._log)
 
 
-_MOST_EVALUATIONS = 3
-"""Calls without gradients that are compiled, each for other shapes. Later ones run as they are where they would be compiled: a
-loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, and leave none for training."""
-
-
 class _Thread(threading.local):
     call: Call | None = None
 
@@ -258,7 +215,7 @@ def _compile_began(_: Any) -> None:
     if _thread.call is not None:
         _thread.call.compile_began = autograd_nodes()
         _thread.call.compiled = True
-        COORDINATOR.compiling(True)
+        coordinator().compiling(True)
 
 
 @untraced
@@ -267,16 +224,12 @@ def _compile_ended(_: Any) -> None:
     if call is not None and call.compile_began is not None:
         call.compile_nodes += autograd_nodes() - call.compile_began
         call.compile_began = None
-        COORDINATOR.compiling(False)
+        coordinator().compiling(False)
         call.read_log()
 
 
 def counted(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that counts its autograd nodes as planned ones of the call that runs it.
-
-    Args:
-        run: The compiled graph.
-    """
+    """A compiled graph that counts its autograd nodes as planned ones of the call that runs it."""
 
     def counting(*args: Any) -> Any:
         call = _thread.call

@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 from checkmate.torch._compat.dynamo import RECURRENT
 
-_CODE = 60
-"""Characters of a line of code that are shown."""
-
 _LIMIT = "Dynamo recompile limit exceeded"
 
 # By the beginning of Dynamo's reason. The figures of the first are of torch 2.13 on one core of a CPU, with 32 time steps.
@@ -44,24 +41,17 @@ _OTHERWISE = "set TORCH_LOGS=graph_breaks to see all such places; torch.compile(
 
 
 class Place(NamedTuple):
-    """A line of the user's code at which Dynamo stopped, so that ops run outside of every graph.
+    """A line of the user's code at which Dynamo stopped, so that ops run outside of every graph."""
 
-    Attributes:
-        function: Name of the function.
-        file: Its file.
-        line: The line.
-        reason: Dynamo's reason, its first line.
-    """
-
-    function: str
+    function: str  # name of the function
     file: str
     line: int
-    reason: str
+    reason: str  # the first line of Dynamo's reason
 
     def __str__(self) -> str:
         """Function, file and line, the code of the line, and the reason."""
         code = linecache.getline(self.file, self.line).strip()
-        return f"{self.where}{f', `{code[:_CODE]}`' if code else ''}: {self.reason}"
+        return f"{self.where}{f', `{code[:60]}`' if code else ''}: {self.reason}"
 
     @property
     def where(self) -> str:
@@ -80,24 +70,12 @@ class Place(NamedTuple):
 
 
 def place(function: str, file: str, line: int, reason: str) -> Place:
-    """A place, with the first line of Dynamo's reason.
-
-    Args:
-        function: Name of the function.
-        file: Its file.
-        line: The line.
-        reason: What Dynamo says, on several lines.
-    """
+    """A place, with the first line of Dynamo's reason."""
     return Place(function, file, line, RECURRENT if RECURRENT in reason else next(iter(reason.strip().splitlines()), "no reason"))
 
 
 def listed(places: Sequence[Place], most: int = 5) -> str:
-    """The places in words.
-
-    Args:
-        places: The places.
-        most: How many are named.
-    """
+    """The places in words."""
     more = f"; and {len(places) - most} more" if len(places) > most else ""
     return "; ".join(map(str, places[:most])) + more
 

@@ -71,7 +71,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     remark = f"compiled by Inductor (plan {len(search.trials)}): measured peak {peak} above the resident bytes"
     result = msgspec.structs.replace(result, budget_bytes=search.budget_bytes, remarks=(*result.remarks, remark))
     best.planned = interface, result
-    if compilation.alone(interface.graph):
+    if compilation.planner.is_alone(interface.graph):
         best.store()
     return best
 
@@ -132,7 +132,7 @@ class _Trials:
         self._task = dataclasses.replace(
             compilation.task,
             costs=with_fused_pieces(compilation.task.costs),
-            plan=functools.partial(_plan, self.search, compilation.in_pieces),
+            plan=functools.partial(_plan, self.search, compilation.request.in_pieces),
         )
 
     def compile(self) -> CompiledGraph:

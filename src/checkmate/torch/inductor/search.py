@@ -30,7 +30,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
-from checkmate.torch.steps.program import Share
+from checkmate.torch.steps.program import StepAllotment
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -65,7 +65,7 @@ class CalibratedSearch:
         self._fingerprint = compiler_fingerprint
         self._digest = ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
-        self._share: Share | None = None  # whose order is compiled
+        self._share: StepAllotment | None = None  # whose order is compiled
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
         # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
@@ -81,7 +81,7 @@ class CalibratedSearch:
 
         Some of its ops reduce trailing dimensions. A step must trace to the same graph at every compilation.
         """
-        graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
+        graph, result = self._compilation.request.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:  # the order of the trial is that which rank 0 chose
             if not self._digest:
                 self._contract(graph, trailing)
@@ -120,7 +120,7 @@ class CalibratedSearch:
         # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is a compilation.
         self._replanner = Replanner(contracted, self._options, gap=0.01)
         self._policy = Proportional(least_cost=contracted.cost)
-        share = self._compilation.share(graph)
+        share = self._compilation.planner.allotment(graph)
         if share is not None:
             self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, self._most_bytes = self._store.monotone_bounds(self.limit_bytes)

@@ -26,7 +26,7 @@ from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import innermost_transform
 from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
 from checkmate.torch.options import Options
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -104,7 +104,7 @@ class TrainingReport:
     def note(self, step: int) -> None:
         """Take over the plan of an optimizer step that has run."""
         self.steps = max(self.steps, step)
-        result, whole = COORDINATOR.result, COORDINATOR.step
+        result, whole = coordinator().result, coordinator().step
         if result is None:
             return
         now = PlannedSteps(
@@ -125,7 +125,7 @@ class TrainingReport:
 
     def end(self) -> None:
         """Take over what was announced, and what the device measured."""
-        self.announced_bytes = COORDINATOR.announced_bytes
+        self.announced_bytes = coordinator().announced_bytes
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.measured_bytes = torch.cuda.max_memory_allocated()
 

@@ -14,7 +14,7 @@ from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import leaves, unique_bytes
-from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import coordinator
 
 try:
     from transformers import TrainerCallback
@@ -93,7 +93,7 @@ class PeakCallback(TrainerCallback):
             return
         self._running.close()
         self.measured_bytes, self._peak = self._peak(), None
-        self.planned_bytes = COORDINATOR.step_bytes
+        self.planned_bytes = coordinator().step_bytes
         planned = "nothing" if self.planned_bytes is None else format_bytes(self.planned_bytes)
         _log.info("step %d: planned %s, measured %s", self.step, planned, format_bytes(self.measured_bytes))
 

@@ -16,7 +16,6 @@ from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
-from checkmate.frontend.step_graph import Part
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.op_properties import (
@@ -110,7 +109,25 @@ def capture_joint(
     return replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
 
 
-def part_of(capture: Capture) -> Part:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedGraph:
+    """A captured graph with a boundary, and how its values relate to its arguments and results."""
+
+    graph: Graph
+    readers: tuple[tuple[int, ...], ...]  # ops that read each input
+    views: Mapping[int, int]  # values that are views of an input, with the input
+    returned: tuple[int | None, ...]  # value of each result of the forward; None for a number, and for an input that is handed on
+    tangents: tuple[int | None, ...]  # value of each gradient that the backward is given; None where the graph does not read it
+    gradients: tuple[int | None, ...]  # value of each result of the backward, the gradient of an input; None where there is none
+
+    @property
+    def boundary(self) -> int:
+        """The op between forward and backward."""
+        assert self.graph.boundary is not None
+        return self.graph.boundary
+
+
+def captured_graph(capture: Capture) -> CapturedGraph:
     """The captured graph with its values by argument and result, in AOTAutograd's order."""
     placeholders = [n for n in capture.joint.graph.nodes if n.op == "placeholder"]
     inputs = [n for n in placeholders if not is_tangent(n)]
@@ -124,7 +141,7 @@ def part_of(capture: Capture) -> Part:
     for node, value in capture.value_of.items():
         if graph.values[value].base is None and not graph.values[value].size_bytes:
             views.update((value, input_of[k]) for k in map(storage_key, leaves(node.meta.get("val"))) if k in input_of)
-    return Part(
+    return CapturedGraph(
         graph=graph,
         readers=tuple(tuple(readers[n]) for n in inputs),
         views=views,
@@ -134,16 +151,16 @@ def part_of(capture: Capture) -> Part:
     )
 
 
-def reads_of_overwritable(part: Part, overwritable: Set[int]) -> frozenset[int]:
+def reads_of_overwritable(captured: CapturedGraph, overwritable: Set[int]) -> frozenset[int]:
     """Ops of a forward that read inputs which the backward of the plain step does not read.
 
     Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
     """
-    readers = {k: set(part.readers[k]) for k in overwritable}
-    for o, op in enumerate(part.graph.ops):
-        for k in {part.views[v] for v in op.inputs if v in part.views} & overwritable:
+    readers = {k: set(captured.readers[k]) for k in overwritable}
+    for o, op in enumerate(captured.graph.ops):
+        for k in {captured.views[v] for v in op.inputs if v in captured.views} & overwritable:
             readers[k].add(o)
-    early = [ops for ops in readers.values() if max(ops, default=0) < part.boundary]
+    early = [ops for ops in readers.values() if max(ops, default=0) < captured.boundary]
     return frozenset(o for ops in early for o in ops)
 
 

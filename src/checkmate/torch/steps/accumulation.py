@@ -23,18 +23,16 @@ from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.passes.gradients import ACCUMULATE
 
 
-class Origins:
-    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown.
-
-    Attributes:
-        added: Backward of autograd in which a compiled backward added to the gradient of a leaf, by the identity of the leaf.
-    """
+class GradientSources:
+    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown."""
 
     def __init__(self) -> None:
         # By the identity of the leaf: whether what it got was what a compiled backward had returned. WeakIdKeyDictionary
         # takes 5 us for what is asked several times for each parameter of each backward.
         self._sole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
-        self.added: dict[int, int] = {}
+        self.added: dict[
+            int, int
+        ] = {}  # by the leaf: the backward of autograd in which a compiled backward added to its gradient
 
     def _known(self, leaf: torch.Tensor) -> bool | None:
         known = self._sole.get(id(leaf))
@@ -76,18 +74,12 @@ def _is_plain(existing: torch.Tensor | None, leaf: torch.Tensor) -> bool:
 
 
 class Accumulation(AbstractContextManager[None]):
-    """One run of a compiled backward, as a context in which its `ACCUMULATE` nodes add to existing gradients.
+    """One run of a compiled backward, as a context in which its `ACCUMULATE` nodes add to existing gradients."""
 
-    Args:
-        leaves: Inputs that are leaves and require a gradient, by position.
-        positions: Inputs whose gradients the program adds to existing ones.
-        origins: What is known of where gradients come from.
-    """
-
-    def __init__(self, leaves: Mapping[int, torch.Tensor], positions: Set[int], origins: Origins) -> None:
-        self._origins = origins
-        unseen = [k for k, leaf in leaves.items() if not origins.seen(leaf)]
-        adding = [k for k in positions if k in leaves and origins.accumulates(leaves[k])]
+    def __init__(self, leaves: Mapping[int, torch.Tensor], positions: Set[int], sources: GradientSources) -> None:
+        self._sources = sources
+        unseen = [k for k, leaf in leaves.items() if not sources.seen(leaf)]
+        adding = [k for k in positions if k in leaves and sources.accumulates(leaves[k])]
         # With create_graph=True, which keeps the graph, autograd adds out of place.
         nodes = grad_accumulators() if (adding or unseen) and not keeps_graph() else {}
         self._nodes = {k: nodes[id(leaves[k])] for k in (*unseen, *adding) if id(leaves[k]) in nodes}
@@ -104,11 +96,7 @@ class Accumulation(AbstractContextManager[None]):
         del ACCUMULATE.adding.add
 
     def hand_over(self, gradients: Sequence[Any]) -> None:
-        """Have autograd take over the sums, and see what becomes of the gradients of leaves that were not seen before.
-
-        Args:
-            gradients: What the backward returns to autograd, by the position of the input.
-        """
+        """Have autograd take over the sums, and see what becomes of the gradients of leaves that were not seen before."""
         for k, node in self._nodes.items():
             gradient = gradients[k]
             if isinstance(gradient, torch.Tensor):
@@ -120,21 +108,21 @@ class Accumulation(AbstractContextManager[None]):
         if leaf is None or existing is None or not _fit(existing, gradient):
             return gradient
         backward = current_backward()
-        if self._origins.added.get(id(leaf)) == backward:  # by another graph: autograd would sum two tensors that share a storage
+        if self._sources.added.get(id(leaf)) == backward:  # by another graph: autograd would sum two tensors that share a storage
             return gradient
         existing.add_(gradient)
-        self._origins.added[id(leaf)] = backward
+        self._sources.added[id(leaf)] = backward
         self._added.add(position)
         return existing.detach()  # autograd copies a tensor that has another owner
 
     def _watch(self, position: int, node: Any, storage: int, version: int) -> None:
-        leaf, added, origins = self._leaves[position], position in self._added, self._origins
+        leaf, added, sources = self._leaves[position], position in self._added, self._sources
 
         def arrives(gradient: torch.Tensor | None) -> None:
             # Autograd adds others to the first one in place, unless its storage has another owner, as that of a sum has.
             sole = gradient is not None and storage_key(gradient) == storage and (added or gradient._version == version)
             if not leaf._backward_hooks:  # they may have replaced it
-                origins.record(leaf, sole)
+                sources.record(leaf, sole)
             if added:
                 leaf.grad = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,39 +14,27 @@ from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
-from checkmate.torch.steps.program import Flight, PlannedGraph, Share
-from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.program import PlannedGraph, StepAllotment
+from checkmate.torch.steps.recorder import PendingBackward, StepRecorder
 
 _log = logging.getLogger("checkmate.torch")
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
-    """A step at some moment.
+class StepNow:
+    """A step at some moment."""
 
-    Attributes:
-        recorder: What it has done so far.
-        pending: Its graphs in flight.
-        memory: All tensors as they were when its first graph was compiled; None if that was not looked up.
-        first: Whether it is a first step. If not, it was taken for another one that is planned.
-        unseen_bytes: What its eager code is expected to take, where that is not seen.
-    """
+    recorder: StepRecorder  # what it has done so far
+    pending: Sequence[PendingBackward]  # its graphs in flight
+    memory: DeviceMemory | None  # all tensors as they were when its first graph was compiled; None if that was not looked up
+    first: bool  # whether it is a first step. If not, it was taken for another one that is planned
+    unseen_bytes: int  # what its eager code is expected to take, where that is not seen
 
-    recorder: StepRecorder
-    pending: Sequence[Flight]
-    memory: DeviceMemory | None
-    first: bool
-    unseen_bytes: int
-
-    def held_bytes(self, planned: PlannedGraph, flights: Sequence[Flight] | None = None, besides: Container[int] = ()) -> int:
-        """Bytes of the step that exist now, and of all else.
-
-        Args:
-            planned: A graph of the step.
-            flights: Graphs in flight; those that are pending by default.
-            besides: Keys of storages that are counted elsewhere.
-        """
-        held = {**self.recorder.present(), **held_in_flight(self.pending if flights is None else flights)}
+    def held_bytes(
+        self, planned: PlannedGraph, pending: Sequence[PendingBackward] | None = None, besides: Container[int] = ()
+    ) -> int:
+        """Bytes of the step that exist now, and of all else."""
+        held = {**self.recorder.present(), **held_in_flight(self.pending if pending is None else pending)}
         # What was outside of a graph when it was compiled may be another one's since then.
         outside = planned.resident.other_bytes if self.memory is None else self.memory.besides(held)
         rest = planned.resident.total_bytes - planned.resident.other_bytes
@@ -59,7 +48,8 @@ class Announcements:
         self._said: dict[tuple[int, int, bool], int] = {}  # bytes, by the graph, the first one of the step, and whether it is new
         self._first_graph = 0  # of the step, by its identity
         self._limit: _Limit | None = None  # of a step whose eager code is seen for the first time
-        self._besides_eager_bytes = 0  # of the step, after its newest window
+        self._besides_eager_bytes = 0  # of the step, after its newest segment
+        self._hooked: set[int] = set()  # graphs that ran under `saved_tensors_hooks`
         self._outside_bytes: int | None = None  # of all else, where no graph of the step has run
 
     @property
@@ -72,48 +62,35 @@ class Announcements:
         self._limit = self._outside_bytes = None
         self._first_graph = 0
 
-    def before_forward(self, flight: Flight, now: Now, share_of: Callable[[Graph, Budget], Share | None]) -> None:
-        """Warn before a forward that may exceed the budget, or whose backward may.
-
-        Args:
-            flight: The forward that is about to run.
-            now: The step.
-            share_of: Returns what a graph was compiled to take in a step that was seen before; None if it was not.
-        """
-        planned, own, flights = flight.planned, flight.program, [*now.pending, flight]
+    def before_forward(
+        self, pending: PendingBackward, now: StepNow, allotment_of: Callable[[Graph, Budget], StepAllotment | None]
+    ) -> None:
+        """Warn before a forward that may exceed the budget, or whose backward may."""
+        planned, own, forwards = pending.planned, pending.program, [*now.pending, pending]
         self._first_graph = self._first_graph or id(planned)
         alone = planned.alone and (not now.pending or not planned.replaceable or planned.options.plan is not None)
         if alone and not now.recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
-        share = None if planned.replaceable else share_of(planned.interface.whole, planned.budget)
+        allotted = None if planned.replaceable else allotment_of(planned.interface.whole, planned.budget)
         if alone:
-            counted = held_in_flight(flights)
+            counted = held_in_flight(forwards)
             made_bytes = sum(size for key, size in now.recorder.made().items() if key not in counted)
-            if share is not None and share.eager_bytes is not None and made_bytes <= share.eager_bytes:
+            if allotted is not None and allotted.eager_bytes is not None and made_bytes <= allotted.eager_bytes:
                 return  # it was compiled to leave as much
             needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
         else:
-            needed = now.held_bytes(planned, flights) + now.unseen_bytes + own.memory.peak_bytes
-            limit = _Limit.of(flights, now.recorder.made())
-        self._limit = limit if now.recorder.watched and share is None else None
+            needed = now.held_bytes(planned, forwards) + now.unseen_bytes + own.memory.peak_bytes
+            limit = _Limit.of(forwards, now.recorder.made())
+        self._limit = limit if now.recorder.watched and allotted is None else None
         self._say(limit, now.first, needed, needed)
 
-    def after_window(self, now: Now) -> None:
-        """Note what the step holds when a forward or a backward is over.
-
-        Args:
-            now: The step.
-        """
+    def after_segment(self, now: StepNow) -> None:
+        """Note what the step holds when a forward or a backward is over."""
         if self._limit is not None:
             self._besides_eager_bytes = now.held_bytes(self._limit.planned) - now.recorder.eager_bytes
 
-    def of_eager_code(self, size_bytes: int, now: Now) -> None:
-        """Warn where eager code, and an op of it that allocates so many bytes, exceed the budget.
-
-        Args:
-            size_bytes: What the op allocates.
-            now: The step.
-        """
+    def of_eager_code(self, size_bytes: int, now: StepNow) -> None:
+        """Warn where eager code, and an op of it that allocates so many bytes, exceed the budget."""
         if self._limit is not None:
             eager_bytes = now.recorder.eager_bytes
             needed = self._besides_eager_bytes + eager_bytes + size_bytes
@@ -121,13 +98,7 @@ class Announcements:
             self._say(self._limit, now.first, needed, needed + eager_bytes, 2 * eager_bytes)
 
     def before_any_graph(self, budget: Budget, device: torch.device, eager_bytes: int) -> None:
-        """Warn where eager code exceeds the budget and no graph of the step has run: Dynamo may have made none.
-
-        Args:
-            budget: The budget of the function that is called. A share is known when a graph is.
-            device: Where the code has just allocated.
-            eager_bytes: What it holds.
-        """
+        """Warn where eager code exceeds the budget and no graph of the step has run: Dynamo may have made none."""
         if budget.total_bytes is None:
             return
         if self._outside_bytes is None:
@@ -141,19 +112,29 @@ class Announcements:
                 budget,
             )
 
-    def before_backward(self, flight: Flight, tangents: Iterable[object], now: Now) -> None:
-        """Warn before a backward: what eager code and the graphs after its own hold is known now.
-
-        Args:
-            flight: The forward that belongs to it.
-            tangents: Its arguments from eager code and other graphs.
-            now: The step.
-        """
+    def before_backward(self, pending: PendingBackward, tangents: Iterable[object], now: StepNow) -> None:
+        """Warn before a backward: what eager code and the graphs after its own hold is known now."""
         if self._limit is not None:
-            memory = flight.program.memory
+            memory = pending.program.memory
             given = {storage_key(t) for t in tangents if isinstance(t, torch.Tensor)}
             needed = now.held_bytes(self._limit.planned, besides=given) - memory.saved_bytes + memory.backward_peak_bytes
             self._say(self._limit, now.first, needed, needed, 2 * now.recorder.eager_bytes)
+
+    def of_saved_tensors_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
+        """Warn where what a graph saves goes through hooks: what they hold is not known."""
+        if id(planned) in self._hooked:
+            return
+        self._hooked.add(id(planned))
+        module, name = getattr(packer, "__module__", None), getattr(packer, "__qualname__", repr(packer))
+        _log.warning(
+            "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
+            "%s, and the budget of %s is not kept for it\nhint: %s",
+            name if module is None else f"{module}.{name}",
+            planned.budget,
+            "compile the function that calls torch.utils.checkpoint instead of what is inside of it"
+            if module == "torch.utils.checkpoint"
+            else "call the compiled function outside of the context",
+        )
 
     def _say(self, limit: _Limit, first: bool, needed_bytes: int, most_bytes: int, eager_bytes: int = 0) -> None:
         budget, total_bytes = limit.planned.budget, limit.total(eager_bytes)
@@ -171,57 +152,37 @@ class Announcements:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The budget of a step that has not been seen yet.
+    """The budget of a step that has not been seen yet."""
 
-    Attributes:
-        planned: The newest graph of the step.
-        total_bytes: The budget; None for a share, which is taken of what is known so far.
-        fixed_bytes: Bytes that the step cannot give up.
-        keep_all_bytes: What the step takes if its graphs keep everything.
-    """
-
-    planned: PlannedGraph
-    total_bytes: int | None
-    fixed_bytes: int = 0
-    keep_all_bytes: int = 0
+    planned: PlannedGraph  # the newest graph of the step
+    total_bytes: int | None  # the budget; None for a share, which is taken of what is known so far
+    fixed_bytes: int = 0  # bytes that the step cannot give up
+    keep_all_bytes: int = 0  # what the step takes if its graphs keep everything
 
     @classmethod
-    def of(cls, flights: Sequence[Flight], made: Container[int]) -> _Limit:
-        """The budget of a step of several graphs, as far as they are known.
-
-        Args:
-            flights: Those that have begun.
-            made: Keys of storages that the step has made, which a plan may free.
-        """
-        planned = flights[-1].planned
-        unchanged = {key for f in flights for key in f.inputs if key not in made}
-        fixed = sum(size for key, size in held_in_flight(flights).items() if key in unchanged) + planned.resident.total_bytes
-        memories = [f.planned.keep_all for f in flights]
+    def of(cls, forwards: Sequence[PendingBackward], made: Container[int]) -> _Limit:
+        """The budget of a step of several graphs, as far as they are known."""
+        planned = forwards[-1].planned
+        unchanged = {key for f in forwards for key in f.inputs if key not in made}
+        fixed = sum(size for key, size in held_in_flight(forwards).items() if key in unchanged) + planned.resident.total_bytes
+        memories = [f.planned.keep_all for f in forwards]
         running = max(memory.peak_bytes - memory.saved_bytes for memory in memories)  # one at a time
-        totals = [f.planned.budget.total_bytes for f in flights]
+        totals = [f.planned.budget.total_bytes for f in forwards]
         total = min((size for size in totals if size is not None), default=None)
         return cls(planned, total, fixed, fixed + running + sum(m.saved_bytes for m in memories))
 
     def total(self, eager_bytes: int) -> int:
-        """The budget in bytes.
-
-        Args:
-            eager_bytes: What eager code adds if everything is kept.
-        """
+        """The budget in bytes."""
         if self.total_bytes is not None:
             return self.total_bytes
         keep_all_bytes = self.keep_all_bytes + eager_bytes
         return self.planned.budget.within(fixed_bytes=self.fixed_bytes, keep_all_bytes=keep_all_bytes)
 
 
-def held_in_flight(flights: Iterable[Flight]) -> dict[int, int]:
-    """Bytes of each storage that graphs in flight hold, by its key: one that several hold counts once.
-
-    Args:
-        flights: The graphs.
-    """
+def held_in_flight(forwards: Iterable[PendingBackward]) -> dict[int, int]:
+    """Bytes of each storage that graphs in flight hold, by its key: one that several hold counts once."""
     found: dict[int, int] = {}
-    for flight in flights:
-        found.update(flight.inputs)
-        found.update(flight.held)
+    for pending in forwards:
+        found.update(pending.inputs)
+        found.update(pending.held)
     return found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,42 +19,32 @@ from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import storage_key, strided_parts
 
 
+@dataclass(frozen=True, slots=True)
+class EagerOp:
+    """An op that has run outside of planned graphs, with the tensors with memory among its arguments and results."""
+
+    given: Sequence[torch.Tensor]
+    made: Sequence[torch.Tensor]  # whose storages are new
+    peak_bytes: int  # the most that it had allocated at once, results and scratch memory of its kernels; 0 if not measured
+    is_exchange: bool  # whether it is a collective of a backward, as of the gradient buckets of ``DistributedDataParallel``
+
+
 class EagerWatch(TorchDispatchMode):
-    """A dispatch mode that reports every storage which an op outside of planned graphs allocates.
+    """A dispatch mode that reports every op outside of planned graphs.
 
     What ``DistributedDataParallel`` and ``fully_shard`` allocate is not reported: it is computed (`wrapper_memory`).
 
     It is begun by the context around a call of a compiled function, before autograd's state is saved for the graphs in it, and
     stays until the step is over, so that the loss and the backward are seen.
-
-    Args:
-        made: Called with a tensor whose storage is new.
-        read: Called with each tensor that an op is given.
-        exchanged: Called with each tensor that a collective of a backward is given, such as the gradient buckets of
-            ``DistributedDataParallel``.
-        took: Called with the most bytes that an op had allocated at once, results and scratch memory of its kernels.
-
-    Attributes:
-        paused: Whether nothing is reported: a planned graph runs, or Dynamo compiles.
-        complete: Whether scratch memory was measured for all ops: it cannot be where a profiler of the user is active.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        made: Callable[[torch.Tensor], None],
-        read: Callable[[torch.Tensor], None],
-        exchanged: Callable[[torch.Tensor], None],
-        took: Callable[[int], None],
-    ) -> None:
+    def __init__(self, report: Callable[[EagerOp], None]) -> None:
         super().__init__()
-        self._made = made
-        self._read = read
-        self._exchanged = exchanged
-        self._took = took
-        self.paused = False
-        self.complete = True
+        self._report = report
+        self.paused = False  # whether nothing is reported: a planned graph runs, or Dynamo compiles
+        self.complete = True  # whether memory was measured for all ops: it cannot be where a profiler of the user is active
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -59,27 +52,21 @@ class EagerWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and report the storages that it allocates."""
+        """Run an op and report it."""
         kwargs = kwargs or {}
         if self.paused or wrapper_runs(sys._getframe()):
             return func(*args, **kwargs)
-        given = _parts((args, kwargs))
-        exchange = func.namespace == "c10d" and current_backward() >= 0
-        for tensor in given:
-            self._read(tensor)
-            if exchange:
-                self._exchanged(tensor)
+        given, peak_bytes = _parts((args, kwargs)), 0
         if profiler_running():
             self.complete = False
             results = func(*args, **kwargs)
         else:
             with memory_trace() as trace:  # 10 us
                 results = func(*args, **kwargs)
-            self._took(trace.peak())
+            peak_bytes = trace.peak()
         known = {storage_key(t) for t in given}
-        for tensor in _parts(results):
-            if storage_key(tensor) not in known:
-                self._made(tensor)
+        made = [t for t in _parts(results) if storage_key(t) not in known]
+        self._report(EagerOp(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0))
         return results
 
     def end(self) -> bool:
@@ -88,6 +75,68 @@ class EagerWatch(TorchDispatchMode):
             return False
         self.__exit__(None, None, None)
         return True
+
+
+class EagerCode:
+    """Which calls of compiled functions are watched, and the watch."""
+
+    def __init__(self, report: Callable[[EagerOp], None]) -> None:
+        self._report = report
+        self._watch: EagerWatch | None = None
+        self._complete = True  # whether all of the eager code that was seen was measured
+        self._callers = WeakSet[Any]()  # compiled functions that were called in the step
+        self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watch is on."""
+        return self._watch is not None
+
+    def is_due(self, function: object) -> bool:
+        """Whether a function is called whose eager code has not been seen, and a watch can begin."""
+        self._callers.add(function)
+        return function not in self._seen and self._watch is None and top_mode() is None
+
+    def begin(self) -> None:
+        """Begin to watch."""
+        self._complete = True
+        self._watch = EagerWatch(self._report)
+        self._watch.__enter__()
+
+    def end(self) -> None:
+        """Take the watch off. Autograd undoes that while it runs; an interrupt may have come before the watch was begun."""
+        if self._watch is not None and current_backward() < 0 and (top_mode() is None or self._watch.end()):
+            self._complete = self._watch.complete
+            self._watch = None
+
+    def pause(self, paused: bool) -> None:
+        """Do not report what runs from now on, or report it again."""
+        if self._watch is not None:
+            self._watch.paused = paused
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Context of code that is not the user's."""
+        watch = self._watch
+        if watch is None:
+            yield
+            return
+        before, watch.paused = watch.paused, True
+        try:
+            yield
+        finally:
+            watch.paused = before
+
+    def end_step(self, seen: bool) -> None:
+        """Note that the step of the functions that were called is over, and whether its eager code was seen."""
+        self._seen = self._seen | self._callers if seen and self._complete else self._seen - self._callers
+        self._callers.clear()
+
+    def forget(self) -> None:
+        """Watch every function once more."""
+        self.end()
+        self._callers.clear()
+        self._seen.clear()
 
 
 def _parts(values: object) -> list[torch.Tensor]:

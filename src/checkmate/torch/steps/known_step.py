@@ -2,110 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
-from checkmate.torch.distributed.consensus import Ranks
+import torch
+
+from checkmate.core.budget import Budget
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key
 from checkmate.torch.measure.device_memory import LookDue
-from checkmate.torch.steps.accumulation import Origins
+from checkmate.torch.steps.accumulation import GradientSources
+from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import StepRecorder, gradient_parts
-from checkmate.torch.steps.step_plan import StepPlan
+from checkmate.torch.steps.state import StepFacts
+from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
+
+Allotments = Mapping[str, StepAllotment]
+"""What graphs may take that are compiled again for their step, by the key of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPlan:
-    """The outcome of planning a step.
+    """The outcome of planning a step."""
 
-    Attributes:
-        plan: The plan; None where the plan that its only graph was compiled with is one of the step.
-        carried: Bytes of earlier steps, and of parameters that no graph reads, that it leaves room for at each gap.
-        grown: How many earlier plans did not leave enough.
-    """
+    plan: StepPlan | None  # None where its graphs run as they were compiled
+    earlier: tuple[int, ...]  # bytes in each interval of what is no part of the step, for which it has room
+    grown: int = 0  # how many earlier plans did not leave enough
 
-    plan: StepPlan | None
-    carried: tuple[int, ...]
-    grown: int = 0
-
-    def leaves_room(self, carried: tuple[int, ...], ignored_bytes: int) -> bool:
+    def leaves_room(self, earlier: tuple[int, ...], ignored_bytes: int) -> bool:
         """Whether the plan keeps its budget beside so many bytes of earlier steps, or all but for a few that are ignored."""
         free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
         free = max(free, ignored_bytes)
-        return all(now <= then + free for now, then in zip(carried, self.carried, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Gradients that exist before a step.
-
-    Attributes:
-        existing: Run and input of each that exists in the backward, too.
-        accumulated: Inputs to whose gradients the backward of a run adds, for each run. Autograd adds to the others.
-        cleared: Run and input of each that is set to None before the backward, as by ``optimizer.zero_grad()``.
-    """
-
-    existing: frozenset[tuple[int, int]]
-    accumulated: tuple[frozenset[int], ...]
-    cleared: frozenset[tuple[int, int]] = frozenset()
+        return all(now <= then + free for now, then in zip(earlier, self.earlier, strict=True))
 
 
 @dataclass(eq=False, slots=True)
 class KnownStep:
-    """A step that was recorded, with its plans.
-
-    Attributes:
-        recorder: The record.
-        plans: Plans by the gradients that exist before the step.
-        look: Whether the tensors of the process have to be looked up when the step begins.
-        outside_bytes: Tensors that belong to no step that was seen, and the state that optimizers will make.
-        cleared: Run and input of gradients that existed before such steps and were set to None before the backward.
-        kept: Those that were not, in some step.
-        compiled_again: Whether Dynamo compiled a graph of it again, into an equal one.
-    """
+    """A step that was recorded, with its plans."""
 
     recorder: StepRecorder
-    plans: dict[Gradients, KnownPlan] = field(default_factory=dict)
-    look: LookDue = field(default_factory=LookDue)
-    outside_bytes: int = 0
+    plans: dict[Gradients, KnownPlan] = field(default_factory=dict)  # by the gradients that exist before the step
+    look: LookDue = field(default_factory=LookDue)  # whether the tensors of the process have to be looked up when the step begins
+    outside_bytes: int = 0  # tensors that belong to no step that was seen, and the state that optimizers will make
+    # Run and input of gradients that existed before such steps and were set to None before the backward.
     cleared: set[tuple[int, int]] = field(default_factory=set)
-    kept: set[tuple[int, int]] = field(default_factory=set)
-    compiled_again: bool = False
+    kept: set[tuple[int, int]] = field(default_factory=set)  # those that were not, in some step
+    compiled_again: bool = False  # whether Dynamo compiled a graph of it again, into an equal one
 
     def note_compiled_again(self) -> None:
-        """Note that graphs of such steps are compiled again: what runs in pieces was made from the nodes of one of them."""
+        """Note that its graphs are compiled again: what runs in pieces was made from the nodes of one of them."""
         self.compiled_again = True
         self.plans = {of: known for of, known in self.plans.items() if known.plan is None or not known.plan.in_pieces}
 
     def gradients(
-        self, origins: Origins, existing: Set[tuple[int, int]] | None = None, *, cleared: Set[tuple[int, int]] | None = None
+        self,
+        sources: GradientSources,
+        existing: Set[tuple[int, int]] | None = None,
+        *,
+        cleared: Set[tuple[int, int]] | None = None,
     ) -> Gradients:
-        """The gradients before the step.
-
-        Args:
-            origins: What is known of where gradients come from.
-            existing: Run and input of each; those that exist now by default.
-            cleared: Those of them that are set to None before the backward; by default those that always were.
-        """
+        """The gradients before the step."""
         leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
         if existing is None:
             existing = {(r, k) for r, k, t in leaves if t.grad is not None}
         replaceable = all(run.planned.replaceable for run in self.recorder.runs)
         cleared = existing & (self.cleared if cleared is None else cleared) - self.kept if replaceable else frozenset()
         existing = existing - cleared
-        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and origins.accumulates(t)}
+        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and sources.accumulates(t)}
         of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
         return Gradients(frozenset(existing), of_run, frozenset(cleared))
 
     def note_cleared(self, recorder: StepRecorder) -> int:
-        """Note which gradients a step of this kind set to None before its backward.
-
-        Args:
-            recorder: The step, which is over.
-
-        Returns:
-            Bytes of those that were not, for which no plan left room.
-        """
-        if recorder.existing <= self.kept | (self.cleared & recorder.cleared):
+        """Note which gradients a step of this kind set to None before its backward."""
+        existing, cleared = recorder.existing, recorder.cleared
+        if existing <= self.kept | (self.cleared & cleared):
             return 0  # as known, in nearly every step
         places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which several runs may be given
         sizes: dict[tuple[int, int], int] = {}
@@ -117,9 +86,9 @@ class KnownStep:
         expected = {place for gradients in self.plans for place in gradients.cleared}
         missed_bytes = 0
         for of in places.values():
-            if of & recorder.cleared:
+            if of & cleared:
                 self.cleared |= of
-            elif of & recorder.existing:
+            elif of & existing:
                 self.kept |= of
                 missed_bytes += max((sizes[place] for place in of & expected), default=0)
         if missed_bytes:
@@ -127,54 +96,110 @@ class KnownStep:
         return missed_bytes
 
     def cleared_storages(self, gradients: Gradients) -> dict[int, tuple[int, int]]:
-        """Bytes and last gap of each gradient that exists now and is cleared in the step, by the key of its storage.
-
-        Args:
-            gradients: The gradients before the step.
-        """
+        """Bytes and last interval of each gradient that exists now and is cleared in the step, by the key of its storage."""
         record, found = self.recorder, dict[int, tuple[int, int]]()
         cleared = {r for r, _ in gradients.cleared}
         places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
         if not record.keeps_eager_gradients:  # the new ones that the record has take their place
             own = {id(t) for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None}
             eager = [leaf for key, leaf in record.eager_leaves.items() if key not in own]
-            places.append((next((r for r, backward in record.windows if backward), 0), eager))
+            places.append((next((record.runs.index(run) for run, backward in record.segments if backward), 0), eager))
         for r, leaves in places:
-            gap = record.windows.index((r, True)) if leaves else 0
+            begins = record.segments.index((record.runs[r], True)) if leaves else 0
             for part in gradient_parts(leaves):
-                _, last = found.get(storage_key(part), (0, gap))
-                found[storage_key(part)] = storage_bytes(part), min(last, gap)
+                _, last = found.get(storage_key(part), (0, begins))
+                found[storage_key(part)] = storage_bytes(part), min(last, begins)
         return found
 
     def kept_bytes(self, gradients: Gradients, storages: dict[int, int]) -> int:
-        """Bytes of the gradients that exist before the step and in its backward.
-
-        Args:
-            gradients: The gradients before the step.
-            storages: Bytes of each, by the key of its storage.
-        """
+        """Bytes of the gradients that exist before the step and in its backward."""
         cleared = self.cleared_storages(gradients)
         return sum(size for key, size in storages.items() if key not in cleared)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the step is one graph that is taken for a whole step."""
-        return len(self.recorder.runs) == 1 and self.recorder.runs[0].planned.alone
+    def first(self) -> PlannedGraph:
+        """The graph of the first of its runs."""
+        return self.recorder.runs[0].planned
 
     @property
-    def ranks(self) -> Ranks | None:
-        """The ranks that plan together, or None."""
-        return self.recorder.runs[0].planned.ranks
+    def budget(self) -> Budget:
+        """The budget in the words of the user."""
+        return self.first.budget
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step is one graph that is taken for a whole step."""
+        return len(self.recorder.runs) == 1 and self.first.alone
+
+    @property
+    def kind(self) -> list[tuple[str, int, frozenset[int] | None]]:
+        """Identity of the step where graphs that are equal are the same."""
+        return [(self.recorder.runs[r].planned.key, r, undefined) for r, undefined in self.recorder.order]
 
     @property
     def scalar_bytes(self) -> int:
         """Bytes that an allocator hands out for a scalar."""
-        tangents = (tangent for run in self.recorder.runs for tangent in run.planned.interface.tangents)
+        tangents = (tangent for run in self.recorder.runs for tangent in run.planned.tangents)
         return CUDA_ALIGNMENT_BYTES if any(t.device.type == "cuda" for t in tangents) else SCALAR_TANGENT_BYTES
+
+    @property
+    def leaves(self) -> list[Callable[[], torch.Tensor | None]]:
+        """Leaves that its graphs and eager code read, by weak references."""
+        record = self.recorder
+        return [*(leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves), *record.eager_leaves.values()]
 
     def gradient_storages(self) -> dict[int, int]:
         """Bytes of each gradient that exists now, by the key of its storage."""
-        record = self.recorder
-        leaves = [leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves]
-        parts = gradient_parts([*leaves, *record.eager_leaves.values()])
-        return {storage_key(part): storage_bytes(part) for part in parts}
+        return {storage_key(part): storage_bytes(part) for part in gradient_parts(self.leaves)}
+
+    @property
+    def eager_bytes(self) -> int:
+        """The most that eager code takes in the step, with what it was given."""
+        return self.recorder.eager_peak_bytes + self.recorder.eager_input_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """The most that its only graph and tensors of earlier steps may take, above what is resident."""
+        own = self.first.own
+        if self.first.replaceable:
+            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+        else:  # what fused ops take was measured, and is not what the plan predicts
+            free = own.result.budget_bytes - self.first.interface.graph.resident_bytes
+        # No plan leaves room for the gradient of a loss, the loss and the like: four scalars.
+        free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
+        return free + self.first.outside_bytes  # which are among the bytes of earlier steps, and in the peak of the plan
+
+    def facts(self, room: StepRoom, allotments: Allotments) -> StepFacts:
+        """The facts that decide how the step runs."""
+        runs, first, earlier = self.recorder.runs, self.first, room.earlier
+        compiled = [run.planned for run in runs if not run.planned.replaceable]
+        vary = any(planned.dynamic for planned in compiled)
+        is_own_plan = (
+            len(runs) == 1
+            and (first.alone or vary)
+            and not runs[0].undefined
+            and room.gradient_bytes <= first.planned_gradient_bytes
+            and {k for k in first.own.accumulated if (0, k) in room.gradients.existing} == room.gradients.accumulated[0]
+        )
+        keeps_budget = can_shrink = False
+        if is_own_plan:
+            most, memory = self.most_bytes(allotments), first.own.memory
+            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
+            less, allotted = most - max(earlier), allotments.get(first.key) if allotments else None
+            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
+            can_shrink = smaller and bool(compiled) and not vary and first.ranks is None
+        return StepFacts(
+            num_graphs=len(runs),
+            plan_given=any(run.planned.options.plan is not None for run in runs),
+            keeps_budget=keeps_budget,
+            can_shrink=can_shrink,
+            fixed_sizes_vary=vary,
+            compiled_for_plan=bool(compiled and allotments) and all(planned.key in allotments for planned in compiled),
+            from_cache=any(run.planned.joint is None for run in runs),
+        )
+
+    def most_bytes(self, allotments: Allotments) -> int:
+        """The most that its only graph and tensors of earlier steps may take."""
+        allotted = allotments.get(self.first.key) if allotments else None
+        # What it was compiled to take in the plan of its step leaves room for eager code already.
+        return self.free_bytes if allotted is None or allotted.order is None else allotted.limit.peak_bytes

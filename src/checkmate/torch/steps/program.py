@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -36,38 +36,20 @@ class LateGradientError(CheckmateError, RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Program:
-    """A compiled forward and backward that run one plan of a graph.
-
-    Attributes:
-        result: The plan.
-        memory: Memory that it needs above what is resident.
-        undefined: Tangents that the backward does not read: no gradient flows into their outputs.
-        accumulated: Inputs whose gradients the backward adds to existing ones, by position.
-        in_pieces: Whether regions of the graph run piece by piece.
-        num_symbols: How many symbolic sizes the forward saves for the backward.
-        forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
-        backward: The backward.
-    """
+    """A compiled forward and backward that run one plan of a graph."""
 
     result: Result
-    memory: StepMemory
-    undefined: frozenset[int] = frozenset()
-    accumulated: frozenset[int] = frozenset()
-    in_pieces: bool = False
-    num_symbols: int = 0
-    forward: BoxedRun | None = None
+    memory: StepMemory  # above what is resident
+    undefined: frozenset[int] = frozenset()  # tangents that the backward does not read: no gradient flows into their outputs
+    accumulated: frozenset[int] = frozenset()  # inputs whose gradients the backward adds to existing ones, by position
+    in_pieces: bool = False  # whether regions of the graph run piece by piece
+    num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
+    forward: BoxedRun | None = None  # the forward, in AOTAutograd's boxed calling convention; None until it is compiled
     backward: BoxedRun | None = None
 
 
 class Tangent(NamedTuple):
-    """The gradient of an output of a forward.
-
-    Attributes:
-        shape: Its shape.
-        stride: Its strides.
-        dtype: Its type.
-        device: Its device.
-    """
+    """The gradient of an output of a forward."""
 
     shape: tuple[int | torch.SymInt, ...]
     stride: tuple[int | torch.SymInt, ...]
@@ -77,19 +59,12 @@ class Tangent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInterface:
-    """A captured graph without its nodes, and how its forward and backward are called.
+    """A captured graph without its nodes, and how its forward and backward are called."""
 
-    Attributes:
-        graph: The graph that is planned.
-        whole: The same before regions of it were replaced by ops that run them piece by piece, or the same graph.
-        num_outputs: How many results of the forward go to the caller.
-        tangents: The gradients that the backward is given, in the order of its arguments.
-    """
-
-    graph: Graph
-    whole: Graph
-    num_outputs: int
-    tangents: tuple[Tangent, ...]
+    graph: Graph  # the graph that is planned
+    whole: Graph  # the same before regions of it were replaced by ops that run them piece by piece, or the same graph
+    num_outputs: int  # how many results of the forward go to the caller
+    tangents: tuple[Tangent, ...]  # the gradients that the backward is given, in the order of its arguments
 
     @classmethod
     def of(cls, joint: CapturedJoint) -> GraphInterface:
@@ -105,47 +80,29 @@ class GraphInterface:
 
 @dataclass(eq=False, kw_only=True)
 class PlannedGraph:
-    """A captured graph with its programs.
-
-    Attributes:
-        interface: The graph, and how its forward and backward are called.
-        joint: The captured joint graph; None where the code came from a cache, so that nothing was traced.
-        own: The program of the plan that was made when the graph was compiled.
-        alone: Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the
-            smallest peak, and the step is planned when it is known.
-        options: Budget, solver and time limit.
-        resident: Memory besides the graph's inputs when it was compiled.
-        planned_gradient_bytes: Gradients that the own plan counts as resident.
-        outside_bytes: Resident bytes that are looked up again when a step begins: all tensors that are neither inputs nor
-            gradients, and the state that optimizers will make.
-        counted_bytes: Those of the wrappers that a count of the device's tensors includes.
-        device: Where it runs.
-        ranks: The ranks that plan together, or None.
-        recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
-        searched_s: Seconds of the search for a plan of nearly the smallest peak, which count towards the time limit of the step.
-        replaceable: Whether another program can take the place of the own one without compiling again.
-        num_symbols: How many symbolic sizes AOTAutograd takes over from the forward to the backward.
-        chunks: What may run piece by piece; None if nothing may.
-        offered: What could run piece by piece, where that is not asked for.
-    """
+    """A captured graph with its programs."""
 
     interface: GraphInterface
-    joint: CapturedJoint | None
-    own: Program
+    joint: CapturedJoint | None  # None where the code came from a cache, so that nothing was traced
+    own: Program  # of the plan that was made when the graph was compiled
+    # Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the smallest peak,
+    # and the step is planned when it is known.
     alone: bool
     options: PlanningOptions
-    resident: ResidentMemory
-    planned_gradient_bytes: int
-    ranks: Ranks | None
-    recompile: Callable[[], None] | None
+    resident: ResidentMemory  # memory besides the graph's inputs when it was compiled
+    planned_gradient_bytes: int  # gradients that the own plan counts as resident
+    ranks: Ranks | None  # that plan together
+    recompile: Callable[[], None] | None  # has Dynamo compile the graph again at its next call; None where it did not compile it
+    # Resident bytes that are looked up again when a step begins: all tensors that are neither inputs nor gradients, and the
+    # state that optimizers will make.
     outside_bytes: int = 0
-    counted_bytes: int = 0
+    counted_bytes: int = 0  # those of the wrappers that a count of the device's tensors includes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    searched_s: float = 0.0
-    replaceable: bool = True
-    num_symbols: int = 0
-    chunks: Chunks | None = None
-    offered: Chunks | None = None
+    searched_s: float = 0.0  # for a plan of nearly the smallest peak; they count towards the time limit of the step
+    replaceable: bool = True  # whether another program can take the place of the own one without compiling again
+    num_symbols: int = 0  # how many symbolic sizes AOTAutograd takes over from the forward to the backward
+    chunks: Chunks | None = None  # what may run piece by piece; None if nothing may
+    offered: Chunks | None = None  # what could run piece by piece, where that is not asked for
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
     _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
 
@@ -176,12 +133,7 @@ class PlannedGraph:
         return StepMemory.of(graph, Plan.from_order(graph, range(len(graph.ops))))
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph as it is in a step. Ops that its other graphs do not have are estimated: `measured` has room for them.
-
-        Args:
-            undefined: Tangents that are None in the step.
-            accumulated: Inputs to whose gradients the backward adds.
-        """
+        """The joint graph as it is in a step. Ops that its other graphs do not have are estimated: `measured` measures them."""
         key = undefined, accumulated
         if key not in self._joints:
             whole = not undefined and accumulated == self.own.accumulated
@@ -196,12 +148,7 @@ class PlannedGraph:
         return self._joints[key]
 
     def measured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph of `captured`, whose ops are measured where there was no room before and there is now.
-
-        Args:
-            undefined: Tangents that are None in the step.
-            accumulated: Inputs to whose gradients the backward adds.
-        """
+        """The joint graph of `captured`, whose ops are measured where there was no room before and there is now."""
         joint = self.captured(undefined, accumulated).measured()
         self._joints[undefined, accumulated] = joint
         return joint
@@ -209,17 +156,7 @@ class PlannedGraph:
     def program(
         self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int], joint: CapturedJoint | None = None
     ) -> Program:
-        """The program of an order of the graph; compiled once.
-
-        Args:
-            undefined: Tangents that are None in the step.
-            accumulated: Inputs whose gradients are added to existing ones.
-            order: Ops of the captured graph in the order of their computations.
-            joint: The captured graph; that of `captured` by default.
-
-        Raises:
-            SplitError: The modules would take more memory than planned.
-        """
+        """The program of an order of the graph; compiled once."""
         joint = joint or self.captured(undefined, accumulated)
         key = joint, tuple(order)
         if key not in self._programs:
@@ -238,11 +175,7 @@ class PlannedGraph:
         return self._programs[key]
 
     def without_gradient(self, undefined: frozenset[int]) -> list[int]:
-        """Inputs that no gradient flows into, so that autograd has None for them and not zeros.
-
-        Args:
-            undefined: Tangents that are None.
-        """
+        """Inputs that no gradient flows into, so that autograd has None for them and not zeros."""
         joint = self.captured(undefined, self.own.accumulated).whole.joint
         gradients: Any = joint.graph.output_node().args[0]
         return [k for k, gradient in enumerate(gradients[self.num_outputs :]) if gradient is None]
@@ -267,22 +200,13 @@ class PlannedGraph:
 
     @property
     def traced(self) -> CapturedJoint:
-        """The captured joint graph.
-
-        Raises:
-            RuntimeError: The code came from a cache.
-        """
+        """The captured joint graph."""
         if self.joint is None:
             raise RuntimeError("the code of this graph came from a cache, and its joint graph was not traced")
         return self.joint
 
     def materialized(self, tangents: Sequence[Any], undefined: frozenset[int] = frozenset()) -> list[Any]:
-        """The tangents of a backward, with zeros for those that are None.
-
-        Args:
-            tangents: Gradients of the outputs.
-            undefined: Tangents that stay None.
-        """
+        """The tangents of a backward, with zeros for those that are None."""
         found = list(tangents)
         for t, (shape, stride, dtype, device) in enumerate(self.tangents):
             if found[t] is None and t not in undefined:
@@ -304,63 +228,52 @@ class PlannedGraph:
         values = [n.meta.get("val") for n in nodes]
         return tuple(storage_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in values)
 
-    def late_backward(self, flight: Flight, tangents: Sequence[Any]) -> list[Any]:
+    def forward_through_hooks(self, args: list[Any]) -> list[Any]:
+        """Run a forward whose saved tensors go through hooks: what exists until its backward is known to the hooks alone.
+
+        It runs the same program each time, so that what is saved does not depend on the budget, and is the same where
+        ``torch.utils.checkpoint`` runs the forward again. Its backward finds no forward, since the hooks may copy the token.
+        """
+        assert self.keeping_everything.forward is not None
+        results = list(self.keeping_everything.forward(args))
+        results.insert(self.num_outputs, torch.empty(0, dtype=torch.uint8))
+        return results
+
+    def backward_through_hooks(self, args: list[Any]) -> Any:
+        """Run the backward of such a forward."""
+        first = len(args) - len(self.tangents)
+        assert self.keeping_everything.backward is not None
+        args[first:] = self.materialized(args[first:])
+        return self.keeping_everything.backward(args)
+
+    def late_backward(self, arguments: ForwardArguments, tangents: Sequence[Any]) -> list[Any]:
         """The gradients of a forward whose program left out a gradient that came after all.
 
         The whole joint graph runs once more, from the arguments of the forward and the random state that it began with. That
         takes the memory of keeping everything.
-
-        Args:
-            flight: The forward.
-            tangents: The gradients of its outputs.
-
-        Raises:
-            LateGradientError: An argument of the forward has been freed.
         """
-        arguments = [argument() for argument in flight.arguments]
-        changed = [
-            k
-            for k in self._inputs_of_gradients
-            if (a := arguments[k]) is None or (isinstance(a, torch.Tensor) and version_of(a) != flight.versions[k])
-        ]
-        if changed:
-            raise LateGradientError(
-                "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed "
-                "or overwritten",
-                hint="run the step again: the gradient is planned for from now on",
-            )
+        run, inputs = self._gradients_alone
+        values = arguments.unchanged(inputs)
         with generators_restored():
-            if flight.random_state is not None:
-                flight.random_state()
-            return list(self._whole([*arguments, *self.materialized(tangents)]))
+            if arguments.random_state is not None:
+                arguments.random_state()
+            return list(run([*values, *self.materialized(tangents)]))
 
     @functools.cached_property
-    def _whole(self) -> BoxedRun:
-        """The joint graph without effects; it returns the gradients."""
-        return boxed(fx.GraphModule(self.traced.whole.joint, self._whole_graph))
-
-    @functools.cached_property
-    def _whole_graph(self) -> fx.Graph:
-        joint = accumulating(self.traced.whole.joint, self.num_outputs, frozenset())
-        graph = joint.graph
+    def _gradients_alone(self) -> tuple[BoxedRun, list[int]]:
+        """The joint graph without effects, which returns the gradients, and the tensor inputs whose content they depend on."""
+        graph = accumulating(self.traced.whole.joint, self.num_outputs, frozenset()).graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
         for node in reversed(list(graph.nodes)):
             # A random op advances the generator for those after it, whether or not its result is read.
             if node.op == "call_function" and not node.users and random_op(node) is None:
                 graph.erase_node(node)
-        return graph
-
-    @functools.cached_property
-    def _inputs_of_gradients(self) -> tuple[int, ...]:
-        """Tensor inputs whose content the gradients depend on: not the running statistics of a BatchNorm in training."""
-        graph = self._whole_graph
-        nodes = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-        return tuple(
-            k
-            for k, n in enumerate(nodes)
-            if isinstance(n.meta.get("val"), torch.Tensor) and any(n in content_inputs(user) for user in n.users)
-        )
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        # The running statistics of a BatchNorm in training are no such input.
+        reads = [any(n in content_inputs(user) for user in n.users) for n in inputs]
+        read = [k for k, n in enumerate(inputs) if reads[k] and isinstance(n.meta.get("val"), torch.Tensor)]
+        return boxed(fx.GraphModule(self.traced.whole.joint, graph)), read
 
     @functools.cached_property
     def random(self) -> bool:
@@ -375,68 +288,43 @@ class PlannedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part that a graph has in its step.
+class StepAllotment:
+    """The bytes that a graph may take in its step, for which it is compiled again."""
 
-    Attributes:
-        order: Its ops in the order of their computations; None where it is the only graph of its step, and any order will do.
-        limit: The most that it may take, above its resident memory: as planned, and what the plan leaves of the budget.
-        eager_bytes: What eager code takes beside it in the plan; None for one of several graphs.
-    """
-
-    order: tuple[int, ...] | None
-    limit: StepMemory
-    eager_bytes: int | None = None
+    order: tuple[int, ...] | None  # of its computations; None where it is the only graph of its step, and any order will do
+    limit: StepMemory  # above its resident memory: as planned, and what the plan leaves of the budget
+    eager_bytes: int | None = None  # what eager code takes in addition in the plan; None for one of several graphs
 
     @classmethod
-    def of(cls, program: Program, free_bytes: int) -> Share:
-        """The share of a graph.
-
-        Args:
-            program: Its program in the plan of the step.
-            free_bytes: What the plan leaves of the budget.
-        """
-        return cls(program.result.plan.order, program.memory.plus(free_bytes))
-
-    @classmethod
-    def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, eager_bytes: int = 0) -> Share:
-        """The share of the only graph of its step: it may take so many bytes at any time.
-
-        Args:
-            size_bytes: What the step may take.
-            order: Its ops in the order of their computations; None where any order will do.
-            eager_bytes: What eager code takes of that between its forward and its backward.
-        """
-        left = max(0, size_bytes - eager_bytes)
+    def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, eager_bytes: int = 0) -> StepAllotment:
+        """That of the only graph of its step: so many bytes at any time, with eager code between forward and backward."""
         limit = StepMemory(
-            forward_peak_bytes=size_bytes, saved_bytes=left, backward_peak_bytes=size_bytes, gradient_bytes=size_bytes
+            forward_peak_bytes=size_bytes,
+            saved_bytes=max(0, size_bytes - eager_bytes),
+            backward_peak_bytes=size_bytes,
+            gradient_bytes=size_bytes,
         )
         return cls(order, limit, eager_bytes)
 
 
-@dataclass(eq=False, slots=True)
-class Flight:
-    """One forward whose backward has not run.
+class ForwardArguments:
+    """The arguments of a forward, tensors by weak references, and the random state with which it began."""
 
-    Attributes:
-        planned: Its graph.
-        program: The program that runs it.
-        inputs: Bytes of each input, by the key of its storage.
-        held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
-        arguments: The arguments of the forward, tensors by weak references; empty if its program reads all tangents.
-        versions: Version counters of the arguments when the forward began.
-        symbols: Symbolic sizes that it saved for the backward.
-        random_state: Restores the random state with which the forward began; None for a graph that draws no random numbers.
-    """
+    def __init__(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
+        self._arguments = [weakly(a) for a in args]
+        self._versions = [_version_of(a) for a in args]
+        self.random_state = _random_state() if planned.random else None
 
-    planned: PlannedGraph
-    program: Program
-    inputs: dict[int, int]
-    held: dict[int, int] = field(default_factory=dict)
-    arguments: list[Callable[[], Any]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    symbols: list[Any] = field(default_factory=list)
-    random_state: Callable[[], None] | None = None
+    def unchanged(self, positions: Iterable[int]) -> list[Any]:
+        """The arguments, if those at some positions are there and were not overwritten."""
+        found = [argument() for argument in self._arguments]
+        if any(found[k] is None or _version_of(found[k]) != self._versions[k] for k in positions):
+            raise LateGradientError(
+                "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed "
+                "or overwritten",
+                hint="run the step again: the gradient is planned for from now on",
+            )
+        return found
 
 
 def key_of(graph: Graph, budget: Budget) -> str:
@@ -449,12 +337,12 @@ def weakly(argument: Any) -> Callable[[], Any]:
     return weakref.ref(argument) if isinstance(argument, torch.Tensor) else lambda: argument
 
 
-def version_of(argument: Any) -> int:
+def _version_of(argument: Any) -> int:
     """How often a tensor has been overwritten; 0 for what is none."""
     return argument._version if isinstance(argument, torch.Tensor) and not argument.is_inference() else 0
 
 
-def random_state() -> Callable[[], None]:
+def _random_state() -> Callable[[], None]:
     """A function that restores the present state of all random generators."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

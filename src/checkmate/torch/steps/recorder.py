@@ -1,4 +1,7 @@
-"""Records what a step does: its windows in order, and which storages they are given, make and hold."""
+"""Records what a step does: its segments in order, and which storages they are given, make and hold.
+
+A *segment* is one run of a forward or a backward. Interval ``w`` is the time before segment ``w``, in which eager code runs.
+"""
 
 from __future__ import annotations
 
@@ -10,124 +13,119 @@ from typing import Any
 import torch
 
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
-from checkmate.torch.steps.program import PlannedGraph
+from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
+from checkmate.torch.steps.state import StateMachine
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
-"""Identity of a step: graph and run of each window, and the undefined tangents of a backward."""
+"""Identity of a step: graph and run of each segment, and the undefined tangents of a backward."""
+
+StorageRef = Callable[[], torch.UntypedStorage | None]
+
+
+@dataclass(eq=False, slots=True)
+class SeenStorage:
+    """A storage that the step did not keep alive. Addresses are reused, so that its identity is that of this record."""
+
+    size_bytes: int
+    storage: StorageRef
+    source: int | None = None  # the segment that made it
+    eager: int | None = None  # the interval in which eager code allocated it
+    read_by_eager: bool = False  # whether it existed before the step, and eager code read it before any segment
+    last: int | None = None  # the last interval in which it was alive; None while it is
+    freed_between: bool = False  # whether it was freed between two segments, and not while one ran
+    overwritten: int | None = None  # segment in or after which it was found to have changed
+
+    @property
+    def brief(self) -> bool:
+        """Whether eager code allocated and freed it between the same two segments."""
+        return self.eager is not None and self.eager == self.last and self.freed_between
+
+    @property
+    def existed(self) -> bool:
+        """Whether it existed before the step."""
+        return self.source is None and self.eager is None
+
+
+Seen = tuple[SeenStorage | None, ...]
+"""Storages of arguments or results; None for what is no tensor."""
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One forward of a step, and its backward if that has run.
-
-    Attributes:
-        planned: The graph.
-        given: Storage of each input of the forward; None for what is no tensor.
-        made: Storage of each output of the forward.
-        leaves: Inputs that are leaves and require a gradient, by weak references, with their position.
-        undefined: Tangents that were None in the backward.
-        tangents: Storage of each tangent of the backward.
-        gradients: Storage of each result of the backward.
-        held_bytes: What eager code held and windows had returned when the forward began.
-    """
+    """One forward of a step, and its backward if that has run."""
 
     planned: PlannedGraph
-    given: tuple[int | None, ...]
-    made: tuple[int | None, ...] = ()
-    leaves: tuple[tuple[int, Callable[[], torch.Tensor | None]], ...] = ()
-    undefined: frozenset[int] = frozenset()
-    tangents: tuple[int | None, ...] = ()
-    gradients: tuple[int | None, ...] = ()
-    held_bytes: int = 0
+    given: Seen  # inputs of the forward
+    made: Seen = ()  # outputs of the forward
+    leaves: tuple[tuple[int, Callable[[], torch.Tensor | None]], ...] = ()  # inputs that require a gradient, by position
+    undefined: frozenset[int] = frozenset()  # tangents that were None in the backward
+    tangents: Seen = ()
+    gradients: Seen = ()  # results of the backward
+    held_bytes: int = 0  # what eager code held and segments had returned when the forward began
+    existing: set[int] = field(default_factory=set)  # leaves that had a gradient when the forward began
+    cleared: set[int] = field(default_factory=set)  # those of them that had none any more when the backward began
+
+
+@dataclass(eq=False, slots=True)
+class PendingBackward:
+    """A forward whose backward has not run."""
+
+    run: Run
+    program: Program
+    inputs: dict[int, int]  # bytes of each input, by the key of its storage
+    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same
+    arguments: ForwardArguments | None = None  # None if the program reads all tangents
+    symbols: list[Any] = field(default_factory=list)  # symbolic sizes that it saved for the backward
+
+    @property
+    def planned(self) -> PlannedGraph:
+        """Its graph."""
+        return self.run.planned
 
 
 def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
-    """The tensors that have the storages of gradients.
-
-    Args:
-        leaves: Tensors that may have a gradient, by weak references.
-    """
+    """The tensors that have the storages of the gradients of some leaves, which are given by weak references."""
     tensors = (leaf() for leaf in leaves)
     return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))
 
 
-def _no_storage() -> None:
-    """Stands for the storages that an abandoned forward saved."""
-
-
 @dataclass(eq=False)
 class StepRecorder:
-    """The windows of the present step and its storages, which it does not keep alive.
+    """The segments of the present step and its storages, which it does not keep alive.
 
-    A storage is known by the order in which it was seen, since addresses are reused.
-
-    Attributes:
-        forwards: All forwards of the step, in the order in which they began.
-        runs: Those whose backward runs.
-        abandoned: Forwards whose backward will not run; they are part of the eager code.
-        windows: Forward and backward windows in the order in which they began: index of the run, and whether it is the backward.
-        sizes: Bytes of each storage.
-        sources: The window that made each storage; None for one that a window was given first.
-        last: The last gap in which a storage was alive, of those that were freed: gap ``w`` is before window ``w``.
-        overwritten: Window in or after which a storage was found to have changed.
-        existing: Run and input of every leaf that had a gradient when its forward began.
-        cleared: Those of them that had none any more when their backward began.
-        watched: Whether eager code is seen.
-        over: Whether the backward of the step is over, or another step has begun.
-        eager_peak_bytes: The most that eager code held at any time of the step.
-        eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
-        eager_leaves: Leaves that require a gradient and that eager code reads, by weak references, by their identity.
-        keeps_eager_gradients: Whether any of those had a gradient when the first backward began.
-        eager: The window after each storage that eager code allocated.
-        eager_bytes: Bytes of those that are alive.
-        brief: Storages that eager code allocated and freed between the same two windows.
-        freed: Storages that were freed between two windows, and not while a window ran.
-        peaks: The most that eager code held and windows had returned, before each window.
-        call_peaks: The same until each call of a compiled function was over, where eager code took memory in it.
-        made_in: The call in which each storage was seen first, counted from that of the first window.
+    Each method leaves a record on which every other one runs, whatever line of it an exception came at.
     """
 
-    forwards: list[Run] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    abandoned: list[Run] = field(default_factory=list)
-    windows: list[tuple[int, bool]] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    sources: list[int | None] = field(default_factory=list)
-    last: dict[int, int] = field(default_factory=dict)
-    overwritten: dict[int, int] = field(default_factory=dict)
-    existing: set[tuple[int, int]] = field(default_factory=set)
-    cleared: set[tuple[int, int]] = field(default_factory=set)
-    watched: bool = False
-    over: bool = False
-    eager_peak_bytes: int = 0
-    eager_inputs: set[int] = field(default_factory=set)
-    eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
-    keeps_eager_gradients: bool = False
-    eager: dict[int, int] = field(default_factory=dict)
-    eager_bytes: int = 0
-    brief: set[int] = field(default_factory=set)
-    freed: set[int] = field(default_factory=set)
-    peaks: dict[int, int] = field(default_factory=dict)
-    call_peaks: dict[int, dict[int, int]] = field(default_factory=dict)
-    made_in: list[int] = field(default_factory=list)
-    _calls: int = 0  # of compiled functions that are over
-    _running: bool = False  # whether a window runs now
-    _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
-    _returned_bytes: int = 0  # of storages that windows made and that are alive
-    _returned_at: int = 0  # both when the newest window ended
+    machine: StateMachine
+    watched: bool = False  # whether eager code is seen
+    over: bool = False  # whether the backward of the step is over, or another step has begun
+    forwards: list[Run] = field(default_factory=list)  # in the order in which they began
+    runs: list[Run] = field(default_factory=list)  # those whose backward runs
+    abandoned: list[Run] = field(default_factory=list)  # forwards whose backward will not run; they are part of the eager code
+    segments: list[tuple[Run, bool]] = field(default_factory=list)  # and whether each is a backward
+    storages: list[SeenStorage] = field(default_factory=list)
+    eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)  # that eager code reads, by identity
+    keeps_eager_gradients: bool = False  # whether any of those had a gradient when the first backward began
+    eager_bytes: int = 0  # that eager code has allocated and that are alive
+    eager_peak_bytes: int = 0  # the most that they were at any time of the step
+    peaks: dict[int, int] = field(default_factory=dict)  # by interval: the most that eager code held and segments had returned
+    # The same until the last call of a compiled function was over, where eager code took memory in a call.
+    call_peaks: dict[int, int] = field(default_factory=dict)
+    _running: bool = False  # whether a segment runs now
+    _versions: list[tuple[SeenStorage, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
+    _returned_bytes: int = 0  # of storages that segments made and that are alive
+    _returned_at: int = 0  # both when the newest segment ended
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
-    _present: dict[int, int] = field(default_factory=dict)
-    _storages: list[Callable[[], torch.UntypedStorage | None]] = field(default_factory=list)
+    _present: dict[int, SeenStorage] = field(default_factory=dict)  # those that are alive, by the key of the storage
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record that eager code allocated the storage of a tensor."""
-        if self.over or storage_key(tensor) in self._present:
-            return
-        storage = self._storage(tensor, None, {})
-        self.eager[storage] = len(self.windows)
-        self.eager_bytes += self.sizes[storage]
-        self._note_eager()
+        if not self.over and storage_key(tensor) not in self._present:
+            seen = self._see(tensor)
+            seen.eager = len(self.segments)
+            self.eager_bytes += seen.size_bytes
+            self._note_eager()
 
     def read(self, tensor: torch.Tensor) -> None:
         """Record that eager code reads a tensor."""
@@ -136,57 +134,21 @@ class StepRecorder:
             return
         if tensor.is_leaf and tensor.requires_grad:
             self.eager_leaves[id(tensor)] = weakref.ref(tensor)
-        if key in self._present:
-            return
-        self.eager_inputs.add(self._storage(tensor, None, {}))
+        if key not in self._present:
+            self._see(tensor).read_by_eager = True
 
     def keeps(self, tensor: torch.Tensor) -> None:
         """Record that a tensor is state of an optimizer: later steps are given it, and eager code does not make it again."""
-        storage = self._present.get(storage_key(tensor), -1)
-        if not self.over and storage in self.eager:
-            del self.eager[storage]
-            self.eager_bytes -= self.sizes[storage]
-            self.eager_inputs.add(storage)
+        seen = self._present.get(storage_key(tensor))
+        if not self.over and seen is not None and seen.eager is not None:
+            seen.eager, seen.read_by_eager = None, True
+            self.eager_bytes -= seen.size_bytes
 
     def exchanged(self, tensor: torch.Tensor) -> None:
         """Record that a collective of the backward exchanges a tensor: a bucket of gradients, if the graphs count those."""
-        if any(run.planned.resident.wrappers_bytes for run in self.runs):
-            self.eager_inputs.discard(self._present.get(storage_key(tensor), -1))
-
-    @property
-    def eager_input_bytes(self) -> int:
-        """Bytes of `eager_inputs` that no window is given."""
-        given = {s for run in (*self.runs, *self.abandoned) for s in run.given}
-        return sum(self.sizes[s] for s in self.eager_inputs - given)
-
-    def made(self) -> dict[int, int]:
-        """Bytes of each storage that the step has made and that is alive, by its key."""
-        return {key: self.sizes[s] for key, s in self._present.items() if s in self.eager or self.sources[s] is not None}
-
-    def present(self) -> dict[int, int]:
-        """Bytes of each storage of the step that is alive, by its key."""
-        return {key: self.sizes[s] for key, s in self._present.items()}
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the storages that existed before the step, that windows are given or eager code reads."""
-        given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
-        return sum(self.sizes[s] for s in given | self.eager_inputs if self.sources[s] is None and s not in self.eager)
-
-    @property
-    def early_bytes(self) -> int:
-        """Bytes of the storages that eager code allocated before the first window and that are alive when it begins."""
-        early = [s for s, window in self.eager.items() if not window and s not in self.brief]
-        return sum(self.sizes[s] for s in early if self.last.get(s, 1) > 0 or s not in self.freed)
-
-    def _begin(self, window: tuple[int, bool]) -> None:
-        self._note_eager()
-        for storage, tensor, version in self._versions:
-            now = tensor()
-            if now is not None and now._version != version:
-                self.overwritten.setdefault(storage, len(self.windows) - 1)
-        self.windows.append(window)
-        self._running = True
+        seen = self._present.get(storage_key(tensor))
+        if seen is not None and any(run.planned.resident.wrappers_bytes for run in self.runs):
+            seen.read_by_eager = False
 
     def took(self, size_bytes: int) -> None:
         """Record that an op of eager code has allocated so much at once, and still holds its results."""
@@ -195,120 +157,115 @@ class StepRecorder:
 
     def end_call(self) -> None:
         """Record that a call of a compiled function is over; outputs of an earlier call are held at least until then."""
-        if self.over or not self.windows:
+        if self.over or not self.segments:
             return
-        window, peak = len(self.windows), self.peaks.get(len(self.windows), 0)
+        interval = len(self.segments)
+        peak = self.peaks.get(interval, 0)
         if self.watched and not self._running and peak > self._returned_at:
-            self.call_peaks.setdefault(window, {})[self._calls] = peak
-        self._calls += 1
+            self.call_peaks[interval] = peak
 
     def _note_eager(self, more_bytes: int = 0) -> None:
-        window, eager_bytes = len(self.windows), self.eager_bytes + more_bytes
-        self.peaks[window] = max(self.peaks.get(window, 0), eager_bytes + self._returned_bytes)
+        interval, eager_bytes = len(self.segments), self.eager_bytes + more_bytes
+        self.peaks[interval] = max(self.peaks.get(interval, 0), eager_bytes + self._returned_bytes)
         self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
-        """Record that a forward begins.
-
-        Args:
-            planned: The graph.
-            args: Its arguments.
-            transient: Storages that are counted elsewhere, by key: they have no bytes here.
-        """
+        """Record that a forward begins. Transient storages, by key, are counted elsewhere: they have no bytes here."""
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
         given = tuple(
-            self._storage(a, None, transient, size) if isinstance(a, torch.Tensor) else None
+            self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
             for a, size in zip(args, most, strict=True)
         )
-        leaves = tuple(
-            (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
-        )
-        run = Run(planned, given, leaves=leaves, held_bytes=self.eager_bytes + self._returned_bytes)
+        leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
+        run = Run(planned, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
+        run.held_bytes = self.eager_bytes + self._returned_bytes
+        run.existing = {k for k, a in leaves if a.grad is not None}
+        self._gradients.update({storage_key(t): storage_bytes(t) for t in gradient_parts(leaf for _, leaf in run.leaves)})
         self.forwards.append(run)
-        for k, leaf in leaves:
-            gradient = leaf().grad  # type: ignore[union-attr]
-            if gradient is not None:
-                self.existing.add((len(self.runs), k))
-                self._gradients.update({storage_key(t): storage_bytes(t) for t in strided_parts(gradient)})
         self.runs.append(run)
-        self._begin((len(self.runs) - 1, False))
-        for storage, a in zip(given, args, strict=True):
-            if isinstance(a, torch.Tensor) and storage is not None and not a.is_inference():
-                self._versions.append((storage, weakref.ref(a), a._version))
+        self._begin(run, backward=False)
+        for seen, a in zip(given, args, strict=True):
+            if seen is not None and not a.is_inference():
+                self._versions.append((seen, weakref.ref(a), a._version))
         return run
+
+    def begin_backward(self, run: Run, tangents: Sequence[Any]) -> None:
+        """Record that a backward begins."""
+        run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
+        run.tangents = tuple(self._see(t) if isinstance(t, torch.Tensor) else None for t in tangents)
+        if not any(backward for _, backward in self.segments):
+            self.keeps_eager_gradients = next(gradient_parts(self.eager_leaves.values()), None) is not None
+        if run.existing:
+            run.cleared |= {k for k, leaf in run.leaves if k in run.existing and getattr(leaf(), "grad", None) is None}
+        self._begin(run, backward=True)
+
+    def _begin(self, run: Run, *, backward: bool) -> None:
+        self._note_eager()
+        for seen, tensor, version in self._versions:
+            now = tensor()
+            if now is not None and now._version != version and seen.overwritten is None:
+                seen.overwritten = len(self.segments) - 1
+        self.segments.append((run, backward))
+        self._running = True
 
     def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record what a forward returned to its caller."""
         run.made = self._results(outputs)
 
-    def begin_backward(self, run: Run, tangents: Sequence[Any]) -> None:
-        """Record that a backward begins."""
-        run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
-        run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
-        r = self.runs.index(run)
-        if not any(backward for _, backward in self.windows):
-            self.keeps_eager_gradients = next(gradient_parts(self.eager_leaves.values()), None) is not None
-        if self.existing:
-            self.cleared |= {
-                (r, k) for k, leaf in run.leaves if (r, k) in self.existing and getattr(leaf(), "grad", None) is None
-            }
-        self._begin((r, True))
-
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record what a backward returned."""
         run.gradients = self._results(gradients)
 
+    def _results(self, results: Sequence[Any]) -> Seen:
+        here, known = len(self.segments) - 1, len(self.storages)
+        self._running = False
+        found = tuple(self._see(r, here) if isinstance(r, torch.Tensor) else None for r in results)
+        self._returned_bytes += sum(seen.size_bytes for seen in self.storages[known:])
+        self._returned_at = self.eager_bytes + self._returned_bytes
+        self._note_eager()
+        return found
+
     def waits(self, run: Run) -> bool:
         """Whether a forward is one of the step, and its backward has not begun."""
-        return run in self.runs and (self.runs.index(run), True) not in self.windows
+        return run in self.runs and (run, False) in self.segments and (run, True) not in self.segments
 
     def abandon(self, run: Run) -> None:
         """Take a forward for eager code: what it returned and saved was freed, and its backward will not run.
 
-        Its window is removed, and the gaps around it become one.
+        Its segment is removed, and the intervals around it become one.
         """
-        self.abandoned.append(run)
-        r = self.runs.index(run)
-        w = self.windows.index((r, False))
+        w = self.segments.index((run, False))
         memory = run.planned.own.memory
-        peak = max(self.peaks.get(w, 0), self.peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
-        del self.runs[r], self.windows[w]
-        self.windows = [(other - (other > r), backward) for other, backward in self.windows]
-        self.existing, self.cleared = (
-            {(other - (other > r), k) for other, k in places if other != r} for places in (self.existing, self.cleared)
-        )
-        for s, source in enumerate(self.sources):
-            if source == w:
-                self.sources[s], self.eager[s] = None, w + 1
-                if s not in self.last:
-                    self._returned_bytes -= self.sizes[s]
-                    self.eager_bytes += self.sizes[s]
-            elif source is not None and source > w:
-                self.sources[s] = source - 1
-        for gaps in (self.last, self.eager):
-            gaps.update({s: gap - 1 for s, gap in gaps.items() if gap > w})
-        self.overwritten = {s: window - (window > w) for s, window in self.overwritten.items()}
-        self.brief = {s for s, first in self.eager.items() if s in self.brief or self.last.get(s) == first == w}
-        self.peaks = {gap - (gap > w): size for gap, size in self.peaks.items() if gap not in (w, w + 1)} | {w: peak}
-        self.call_peaks = {gap - (gap > w): size for gap, size in self.call_peaks.items() if gap not in (w, w + 1)}
-        # What it saved was held until now.
-        if len(self.windows) > w:
-            self.eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
-            self.sizes.append(memory.saved_bytes)
-            self.made_in.append(self._calls)
-            self.sources.append(None)
-            self._storages.append(_no_storage)
+        self.abandoned.append(run)
+        self.runs.remove(run)
+        del self.segments[w]
+        for seen in self.storages:
+            if seen.source == w:
+                seen.source, seen.eager = None, w + 1
+                if seen.last is None:
+                    self._returned_bytes -= seen.size_bytes
+                    self.eager_bytes += seen.size_bytes
+            seen.source = _without_segment(w, seen.source)
+            seen.eager, seen.last = _without_segment(w, seen.eager), _without_segment(w, seen.last)
+            seen.overwritten = _without_segment(w, seen.overwritten)
+            seen.freed_between = seen.freed_between or seen.eager == w == seen.last
+        peak = max(self.peaks.pop(w, 0), self.peaks.pop(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
+        self.peaks = {at - (at > w): size for at, size in self.peaks.items()} | {w: peak}
+        self.call_peaks = {at - (at > w): size for at, size in self.call_peaks.items() if at not in (w, w + 1)}
+        if len(self.segments) > w:  # what it saved was held until now
+            saved = SeenStorage(memory.saved_bytes, lambda: None, eager=w, last=len(self.segments) - self._running)
+            self.storages.append(saved)
 
     @property
     def after_backward(self) -> bool:
-        """Whether the newest window is that of a backward."""
-        return bool(self.windows) and self.windows[-1][1]
+        """Whether the newest segment is that of a backward."""
+        return bool(self.segments) and self.segments[-1][1]
 
     @property
     def complete(self) -> bool:
         """Whether every forward of the step was followed by exactly one backward."""
-        backwards = sorted(r for r, backward in self.windows if backward)
-        return bool(self.runs) and backwards == list(range(len(self.runs))) and all(run.gradients for run in self.runs)
+        backwards = [run for run, backward in self.segments if backward]
+        return 0 < len(self.runs) == len(backwards) == len({*backwards}) and all(run.gradients for run in self.runs)
 
     @property
     def searched_s(self) -> float:
@@ -316,39 +273,87 @@ class StepRecorder:
         return sum({id(run.planned): run.planned.searched_s for run in self.runs}.values())
 
     @property
+    def sequence(self) -> StepSequence:
+        """Identity of the step."""
+        return tuple((id(self.runs[r].planned), r, undefined) for r, undefined in self.order)
+
+    @property
+    def order(self) -> list[tuple[int, frozenset[int] | None]]:
+        """Index of the run of each segment, and the undefined tangents of a backward."""
+        index = {run: r for r, run in enumerate(self.runs)}
+        return [(index[run], run.undefined if backward else None) for run, backward in self.segments]
+
+    @property
+    def existing(self) -> set[tuple[int, int]]:
+        """Run and input of every leaf that had a gradient when its forward began."""
+        return {(r, k) for r, run in enumerate(self.runs) for k in run.existing}
+
+    @property
+    def cleared(self) -> set[tuple[int, int]]:
+        """Those of them that had none any more when their backward began."""
+        return {(r, k) for r, run in enumerate(self.runs) for k in run.cleared}
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that existed before the step."""
         return sum(self._gradients.values())
 
     @property
-    def sequence(self) -> StepSequence:
-        """Identity of the step."""
-        return tuple((id(self.runs[r].planned), r, self.runs[r].undefined if back else None) for r, back in self.windows)
+    def _given(self) -> set[SeenStorage | None]:
+        return {seen for run in (*self.runs, *self.abandoned) for seen in run.given}
 
-    def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
-        here, known = len(self.windows) - 1, len(self.sizes)
-        self._running = False
-        found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
-        self._returned_bytes += sum(self.sizes[known:])
-        self._returned_at = self.eager_bytes + self._returned_bytes
-        self._note_eager()
-        return found
+    @property
+    def eager_input_bytes(self) -> int:
+        """Bytes of what existed before the step and eager code alone reads, such as the labels of a loss outside."""
+        given = self._given
+        return sum(seen.size_bytes for seen in self.storages if seen.read_by_eager and seen not in given)
 
-    def _storage(self, tensor: torch.Tensor, source: int | None, transient: Mapping[int, int], least_bytes: int = 0) -> int:
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the storages that existed before the step, that segments are given or eager code reads."""
+        given = self._given
+        return sum(seen.size_bytes for seen in self.storages if seen.existed and (seen.read_by_eager or seen in given))
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes of the storages that eager code allocated before the first segment and that are alive when it begins."""
+        return sum(seen.size_bytes for seen in self.storages if seen.eager == 0 and not seen.brief)
+
+    def made(self) -> dict[int, int]:
+        """Bytes of each storage that the step has made and that is alive, by its key."""
+        return {key: seen.size_bytes for key, seen in self._present.items() if not seen.existed}
+
+    def present(self) -> dict[int, int]:
+        """Bytes of each storage of the step that is alive, by its key."""
+        return {key: seen.size_bytes for key, seen in self._present.items()}
+
+    def _see(
+        self, tensor: torch.Tensor, source: int | None = None, *, transient: Mapping[int, int] | None = None, least_bytes: int = 0
+    ) -> SeenStorage:
         key = storage_key(tensor)
         found = self._present.get(key)
         if found is None:
-            found = self._present[key] = len(self.sizes)
-            self.sizes.append(0 if key in transient else max(least_bytes, storage_bytes(tensor)))
-            self.sources.append(source)
-            self.made_in.append(self._calls)
             storage = tensor.untyped_storage()
-            self._storages.append(weakref.ref(storage))
+            size = 0 if transient and key in transient else max(least_bytes, storage_bytes(tensor))
+            found = self._present[key] = SeenStorage(size, weakref.ref(storage), source)
+            self.storages.append(found)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
                 finalizer = weakref.finalize(storage, self._free, key, found)
                 finalizer.atexit = False
                 self._finalizers.append(finalizer)
         return found
+
+    def _free(self, key: int, seen: SeenStorage) -> None:
+        with self.machine.update():
+            if self._present.get(key) is seen:
+                del self._present[key]
+            if not self.over:
+                seen.last = len(self.segments) - self._running
+                seen.freed_between = not self._running
+                if seen.eager is not None:
+                    self.eager_bytes -= seen.size_bytes
+                elif seen.source is not None:
+                    self._returned_bytes -= seen.size_bytes
 
     def close(self) -> None:
         """End the record. Buffers and gradients outlive the step, and their finalizers would keep every record alive."""
@@ -357,43 +362,25 @@ class StepRecorder:
             finalizer.detach()
         self._finalizers.clear()
 
-    def remaining(self) -> Iterator[tuple[int, Callable[[], torch.UntypedStorage | None], int, int | None, int]]:
-        """Key, storage and bytes of each storage that outlives the step, and the call that made it.
+    def remaining(self) -> Iterator[tuple[int, SeenStorage, int | None]]:
+        """Each storage that outlives the step, and its key.
 
-        Of what the step made, also the gap at which a variable of the user is assigned the storage: that after the last of the
-        forwards that follow each other, since these may belong to one call.
+        Of what the step made, also the interval in which a variable of the user is assigned the storage: that after the last of
+        the forwards that follow each other, since these may belong to one call.
         """
-        for key, s in self._present.items():
-            source = self.sources[s]
-            assigned = self.eager.get(s) if source is None else source + 1
-            if source is not None and not self.windows[source][1]:
-                assigned = next((w for w in range(source, len(self.windows)) if self.windows[w][1]), len(self.windows))
-            yield key, self._storages[s], self.sizes[s], assigned, self.made_in[s]
-
-    def is_eager(self, key: int) -> bool:
-        """Whether eager code made a storage that remains."""
-        return self._present.get(key) in self.eager
+        for key, seen in self._present.items():
+            source = seen.source
+            assigned = seen.eager if source is None else source + 1
+            if source is not None and not self.segments[source][1]:
+                assigned = next((w for w in range(source, len(self.segments)) if self.segments[w][1]), len(self.segments))
+            yield key, seen, assigned
 
     def is_given(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Whether the step is given a storage that still lives.
+        """Whether the step is given a storage that still lives."""
+        seen = self._present.get(key)
+        return seen is not None and seen.existed and seen.storage() is storage
 
-        Args:
-            key: Key of the storage.
-            storage: The storage.
-        """
-        s = self._present.get(key)
-        return s is not None and self.sources[s] is None and s not in self.eager and self._storages[s]() is storage
 
-    def _free(self, key: int, storage: int) -> None:
-        if self._present.get(key) == storage:
-            del self._present[key]
-        if not self.over:
-            self.last[storage] = len(self.windows) - self._running
-            if not self._running:
-                self.freed.add(storage)
-                if self.eager.get(storage) == len(self.windows):
-                    self.brief.add(storage)
-            if storage in self.eager:
-                self.eager_bytes -= self.sizes[storage]
-            elif self.sources[storage] is not None:
-                self._returned_bytes -= self.sizes[storage]
+def _without_segment(removed: int, at: int | None) -> int | None:
+    """An interval or a segment when one segment before it is not counted any more."""
+    return at if at is None or at <= removed else at - 1

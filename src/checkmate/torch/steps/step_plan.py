@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import msgspec
 from torch import fx
@@ -17,36 +16,50 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
-from checkmate.frontend.step_graph import StepGraph, step_graph
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
-from checkmate.torch.joint.capture import part_of
+from checkmate.torch.joint.capture import CapturedGraph, captured_graph
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.profiler import announce_measurements
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import MOST_ROOMS, CapturedJoint
-from checkmate.torch.steps.observation import observed_step
 from checkmate.torch.steps.program import PlannedGraph, Program
-from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.recorder import Run, Seen, SeenStorage, StepRecorder
+from checkmate.torch.steps.step_graph import ObservedStep, Segment, StepGraph, Storage, step_graph
 
 _log = logging.getLogger("checkmate.torch")
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients that exist before a step."""
+
+    existing: frozenset[tuple[int, int]]  # run and input of each that exists in the backward, too
+    accumulated: tuple[
+        frozenset[int], ...
+    ]  # inputs to whose gradients the backward of each run adds. Autograd adds to the others
+    cleared: frozenset[tuple[int, int]] = frozenset()  # those that are set to None before it, as by ``optimizer.zero_grad()``
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """Memory besides the step itself that a plan leaves room for."""
+
+    gradients: Gradients
+    gradient_bytes: int  # of those that exist in the backward too
+    earlier: tuple[int, ...]  # bytes of earlier steps in each interval, and all others that are no part of the step
+    freed: str = ""  # what has to be freed in time for it, in words; "" for nothing
+    excess_bytes: int = 0  # by how much the budget may be exceeded otherwise
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The plan of a step.
+    """The plan of a step."""
 
-    Attributes:
-        graphs: The graph of each forward.
-        programs: The program of each forward; None for one whose backward does not run.
-        result: Plan of the whole step, with its cost, peak and their bounds.
-        graph: The graph of the whole step.
-    """
-
-    graphs: tuple[PlannedGraph, ...]
-    programs: tuple[Program | None, ...]
-    result: Result
+    graphs: tuple[PlannedGraph, ...]  # of each forward
+    programs: tuple[Program | None, ...]  # of each forward; None for one whose backward does not run
+    result: Result  # of the whole step
     graph: Graph
 
     @property
@@ -57,122 +70,102 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedStep:
-    """The captured graphs of a step and the graph of the whole.
+    """The captured graphs of a step and the graph of the whole."""
 
-    Attributes:
-        joints: The graph of each run.
-        windows: The graph of the step, with the windows in which the ops of each graph run.
-        graph: The same with the figures that ranks agreed on.
-    """
-
-    joints: tuple[CapturedJoint, ...]
-    windows: StepGraph
-    graph: Graph
+    joints: tuple[CapturedJoint, ...]  # of each run
+    stitched: StepGraph
+    graph: Graph  # the same with the figures that ranks agreed on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempts:
-    """Parameters of planning a step.
-
-    Attributes:
-        most: The most times that a step is planned. A plan whose computations had to be moved into the windows of their graphs
-            may take more than before; the next one has that much less. In the steps that were tried only views were moved.
-    """
-
-    most: int = 3
-
-
-_ATTEMPTS = Attempts()
-
-_LEAST_LEFT = 0.05
-"""Least share of the time limit for a step, whatever the searches for its graphs took."""
-
-
-def plan_step(
-    recorder: StepRecorder,
-    gradient_bytes: int,
-    existing: frozenset[tuple[int, int]],
-    accumulated: Sequence[frozenset[int]],
-    carried: Sequence[int] = (),
-    *,
-    by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
-    whole_ops: bool = False,
-    final: bool = True,
-) -> StepPlan:
+def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False, final: bool = True) -> StepPlan:
     """Plan a step that was recorded.
 
-    Args:
-        recorder: The step.
-        gradient_bytes: Gradients that exist before it.
-        existing: Run and input of the leaves that have a gradient before it.
-        accumulated: Inputs to whose gradients the backward adds, for each run.
-        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
-        by_call: Bytes of `carried` that are freed in a gap, by the call of a compiled function at whose end that is.
-        whole_ops: Whether nothing may run piece by piece.
-        final: Whether its refusal is what the user reads: it then says what running ops piece by piece would help.
-
-    Raises:
-        InfeasibleBudgetError: No plan keeps the budget.
-        PlanNotFoundError: No plan was found in time.
-        RankError: The ranks ran different steps, or planning failed on rank 0.
+    With ``whole_ops`` nothing runs piece by piece. ``final`` is whether its refusal is what the user reads: it then says what
+    running ops piece by piece would help.
     """
-    graphs = tuple(run.planned for run in recorder.runs)
-    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.outside_bytes for g in graphs)  # `carried` has the latter
-    extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    places = [(run.planned, run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
+    return _StepPlanner(recorder, room).plan(whole_ops, final)
 
-    def captured(joints: Sequence[CapturedJoint]) -> _CapturedStep:
-        parts = [part_of(joint.capture) for joint in joints]
-        windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried, by_call))
-        return _CapturedStep(tuple(joints), windows, windows.graph)
 
-    joints, room = [planned.captured(undefined, added) for planned, undefined, added in places], -1
-    first = graphs[0]
-    if len({g.budget for g in graphs}) > 1:  # all of them hold for the process
-        whole = captured(joints).graph
-        first = min(graphs, key=lambda g: resolved_budget(g.budget, whole, g.options.counted))
+class _StepPlanner:
+    def __init__(self, recorder: StepRecorder, room: StepRoom) -> None:
+        self._recorder, self._room = recorder, room
+        graphs = [run.planned for run in recorder.runs]
+        self._places = [(run.planned, run.undefined, added) for run, added in self._runs()]
+        self._joints = [planned.captured(undefined, added) for planned, undefined, added in self._places]
+        self._first = graphs[0]
+        if len({g.budget for g in graphs}) > 1:  # all of them hold for the process
+            whole = self._captured(self._joints).graph
+            self._first = min(graphs, key=lambda g: resolved_budget(g.budget, whole, g.options.counted))
 
-    def room_beside(step: _CapturedStep) -> int:
-        room = resolved_budget(first.budget, step.graph, first.options.counted) - step.graph.resident_bytes
-        return room - max(carried, default=0) + min(carried, default=0)  # the rest is freed in the step
+    def _runs(self) -> list[tuple[Run, frozenset[int]]]:
+        return list(zip(self._recorder.runs, self._room.gradients.accumulated, strict=True))
 
-    spent_s = recorder.searched_s
-    for _ in range(MOST_ROOMS):
-        if not any(joint.has_estimates for joint in joints):
-            break
-        more = room_beside(captured([joint.without_guesses() for joint in joints]))
-        if more <= room:
-            break
-        with within_room(room := more):  # a share is one of what workspace takes too
-            joints = [planned.measured(undefined, added) for planned, undefined, added in places]
-    while True:
-        as_it_is = captured(joints)
-        chunkable = _chunkable(as_it_is, captured)
-        room = room_beside(as_it_is)
-        try:
-            with within_room(room):
-                pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
-                step, result = pieces or _agreed(first, as_it_is, spent_s)
-            break
-        except InfeasibleBudgetError as error:
-            if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in joints):
-                joints = [planned.measured(undefined, added) for planned, undefined, added in places]
-                continue
-            if final and error.binding_op and first.offered is not None:
-                with within_room(room):
-                    raise with_offer(error, chunkable, first.offered) from None
-            raise
-    remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
-    if isinstance(first.options.counted, ReservedMemory):
-        first.options.counted.prepare(step.graph, result.plan)
-    orders = step.windows.cut(result.plan.order)
-    with within_room(room):
-        programs = {
-            run: run.planned.program(run.undefined, added, order, joint)
-            for run, added, order, joint in zip(recorder.runs, accumulated, orders, step.joints, strict=True)
-        }
-    forwards = recorder.forwards
-    return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, step.graph)
+    def _captured(self, joints: Sequence[CapturedJoint]) -> _CapturedStep:
+        stitched = step_graph(observed_step(self._recorder, [captured_graph(joint.capture) for joint in joints], self._room))
+        return _CapturedStep(tuple(joints), stitched, stitched.graph)
+
+    def _measurable_bytes(self, step: _CapturedStep) -> int:
+        """Bytes that the budget leaves for measurements in addition to the step."""
+        earlier = self._room.earlier
+        budget_bytes = resolved_budget(self._first.budget, step.graph, self._first.options.counted)
+        return budget_bytes - step.graph.resident_bytes - max(earlier) + min(earlier)  # the rest is freed in the step
+
+    def _measure(self) -> None:
+        self._joints = [planned.measured(undefined, added) for planned, undefined, added in self._places]
+
+    def _measure_in_room(self) -> None:
+        room = -1
+        for _ in range(MOST_ROOMS):
+            if not any(joint.has_estimates for joint in self._joints):
+                return
+            more = self._measurable_bytes(self._captured([joint.without_guesses() for joint in self._joints]))
+            if more <= room:
+                return
+            with within_room(room := more):  # a share is one of what workspace takes too
+                self._measure()
+
+    def plan(self, whole_ops: bool, final: bool) -> StepPlan:
+        first, spent_s = self._first, self._recorder.searched_s
+        self._measure_in_room()
+        while True:
+            as_it_is = self._captured(self._joints)
+            chunkable = self._chunkable(as_it_is)
+            room_bytes = self._measurable_bytes(as_it_is)
+            try:
+                with within_room(room_bytes):
+                    pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
+                    step, result = pieces or _agreed(first, as_it_is, spent_s)
+                break
+            except InfeasibleBudgetError as error:
+                if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
+                    self._measure()
+                    continue
+                if final and error.binding_op and first.offered is not None:
+                    with within_room(room_bytes):
+                        raise with_offer(error, chunkable, first.offered) from None
+                raise
+        remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
+        if isinstance(first.options.counted, ReservedMemory):
+            first.options.counted.prepare(step.graph, result.plan)
+        orders = step.stitched.cut(result.plan.order)
+        with within_room(room_bytes):
+            programs = {
+                run: run.planned.program(run.undefined, added, order, joint)
+                for (run, added), order, joint in zip(self._runs(), orders, step.joints, strict=True)
+            }
+        forwards = self._recorder.forwards
+        return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, step.graph)
+
+    def _chunkable(self, whole: _CapturedStep) -> ChunkableStep[_CapturedStep]:
+        """The step, with regions that can run piece by piece."""
+        joints = list(dict.fromkeys(whole.joints))  # a graph may run several times in a step
+
+        def changed(modules: Sequence[fx.GraphModule]) -> _CapturedStep:
+            pairs = zip(joints, modules, strict=True)
+            new = {joint: joint if module is joint.capture.joint else joint.in_pieces(module) for joint, module in pairs}
+            return self._captured([new[joint] for joint in whole.joints])
+
+        return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
 
 
 def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_CapturedStep, Result]:
@@ -188,33 +181,8 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
     return replace(step, graph=graph), result
 
 
-def _chunkable(
-    whole: _CapturedStep, captured: Callable[[Sequence[CapturedJoint]], _CapturedStep]
-) -> ChunkableStep[_CapturedStep]:
-    """A step whose regions can run piece by piece.
-
-    Args:
-        whole: The step as it is.
-        captured: The step with other graphs.
-    """
-    joints = list(dict.fromkeys(whole.joints))  # a graph may run several times in a step
-
-    def changed(modules: Sequence[fx.GraphModule]) -> _CapturedStep:
-        pairs = zip(joints, modules, strict=True)
-        new = {joint: joint if module is joint.capture.joint else joint.in_pieces(module) for joint, module in pairs}
-        return captured([new[joint] for joint in whole.joints])
-
-    return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
-
-
 def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s: float) -> tuple[_CapturedStep, Result] | None:
-    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain.
-
-    Args:
-        first: The graph whose budget and time limit hold.
-        step: The step.
-        spent_s: Seconds of the time limit that were used before.
-    """
+    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain."""
     if first.chunks is None:
         return None
     known = _of_larger(first.options, step.whole)
@@ -222,7 +190,8 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
         return step.whole, known
     budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
     options = replace(first.options, budget=first.budget.with_total(budget_bytes, step.whole.graph))
-    left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
+    # Whatever the searches for its graphs took, a twentieth of the limit is left for the step.
+    left = max(0.05, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
         if time_s is None:
@@ -239,25 +208,19 @@ def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
     """The plan of a smaller batch of a step that was planned; None where there is none."""
     if options.plan is not None:
         return None
-    return plan_of_larger(options.budget, step.graph, options.counted, step.windows.within_windows)
+    return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
 
 
 def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -> Result:
-    """A plan in which every computation runs in a window of the graph that it belongs to.
-
-    Args:
-        options: Budget, solver and time limit.
-        step: The step.
-        spent_s: Seconds of the time limit that were used before.
-    """
-    graph, windows = step.graph, step.windows
+    """A plan in which every computation runs in a segment of the graph that it belongs to."""
+    graph, stitched = step.graph, step.stitched
     assert options.budget is not None
     limit = target = resolved_budget(options.budget, graph, options.counted)
-    for _ in range(_ATTEMPTS.most):
+    for _ in range(3):  # in the steps that were tried only views were moved, and the first plan was enough
         now = replace(options, budget=options.budget.with_total(target))
         result = planner_for(now, spent_s)(graph)
         spent_s += result.elapsed_s
-        moved = result_of_order(graph, windows.within_windows(result.plan.order))
+        moved = result_of_order(graph, stitched.within_segments(result.plan.order))
         taken = counted_bytes(graph, moved, options.counted)
         if taken <= limit:
             return msgspec.structs.replace(
@@ -269,10 +232,122 @@ def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -
                 budget_bytes=limit,
                 gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
             )
-        _log.info("computations moved to the windows of their graphs take %s too much", format_bytes(taken - limit))
+        _log.info("computations moved to the segments of their graphs take %s too much", format_bytes(taken - limit))
         target -= taken - limit
     raise PlanNotFoundError(
         f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
         hint=f"raise the budget to at least {format_at_least(limit + (limit - target))}, or find the graph breaks with "
         "torch.compile(..., fullgraph=True)",
     )
+
+
+_Span = tuple[int, int]
+"""First and last interval in which a storage is alive."""
+
+
+def observed_step(record: StepRecorder, graphs: Sequence[CapturedGraph], room: StepRoom) -> ObservedStep:
+    """A recorded step that is over as data to plan from, with the captured graph of each run."""
+    return _Observation(record, room).step(graphs)
+
+
+class _Observation:
+    def __init__(self, record: StepRecorder, room: StepRoom) -> None:
+        self._record, self._room, self._count = record, room, len(record.segments)
+        self._number = {seen: number for number, seen in enumerate(record.storages)}
+        self._released = [now - then for now, then in zip(room.earlier, room.earlier[1:], strict=False)] + [0]  # by interval
+        self._spans: dict[SeenStorage, _Span] = {}  # of what segments returned and of what eager code held over a segment
+        for seen in record.storages:
+            last = self._count if seen.last is None else seen.last
+            if seen.source is not None:
+                self._spans[seen] = seen.source + 1, max(seen.source + 1, last)
+            elif seen.eager is not None and not seen.brief:
+                self._spans[seen] = seen.eager, last
+
+    def step(self, graphs: Sequence[CapturedGraph]) -> ObservedStep:
+        record, room, index = self._record, self._room, {run: r for r, run in enumerate(self._record.runs)}
+        segments = tuple(
+            Segment(
+                captured=index[run],
+                backward=backward,
+                given=self._numbers(run.tangents if backward else run.given),
+                made=self._numbers(run.gradients if backward else run.made),
+                eager_bytes=self._transient_bytes(w),
+            )
+            for w, (run, backward) in enumerate(record.segments)
+        )
+        crossing = {s for segment in segments for s in (*segment.given, *segment.made) if s is not None}
+        storages = {number: self._storage(record.storages[number]) for number in crossing}
+        for storage in (*self._eager_storages(crossing), *self._released_storages()):
+            storages[len(record.storages) + len(storages)] = storage
+        existing = room.gradients.existing
+        gradients = [record.runs[r].gradients[k] for r, k in existing]
+        for r, k in record.existing - existing:  # it was added to another one, and now becomes the gradient itself
+            if (gradient := record.runs[r].gradients[k]) is not None:
+                number = self._number[gradient]
+                storages[number] = replace(storages[number], last=self._count)
+        # What graphs looked up when they were compiled is among the bytes of earlier steps.
+        resident = [run.planned.resident.total_bytes - run.planned.resident.gradients_bytes for run in record.runs]
+        extra = max(size - run.planned.outside_bytes for size, run in zip(resident, record.runs, strict=True))
+        extra += sum(run.planned.random_state_bytes for run in record.runs if run.undefined)
+        return ObservedStep(
+            graphs=tuple(graphs),
+            segments=segments,
+            storages=storages,
+            eager_bytes=self._transient_bytes(self._count),
+            resident_bytes=record.input_bytes + room.earlier[-1] + extra + room.gradient_bytes,
+            accumulated=frozenset(self._number[seen] for seen in gradients if seen is not None and self._is_freed(seen)),
+        )
+
+    def _is_freed(self, seen: SeenStorage) -> bool:
+        return seen.last is not None and seen.last < self._count
+
+    def _numbers(self, storages: Seen) -> tuple[int | None, ...]:
+        return tuple(None if seen is None else self._number[seen] for seen in storages)
+
+    def _storage(self, seen: SeenStorage) -> Storage:
+        first, last = self._spans.get(seen, (None, self._count if seen.last is None else seen.last))
+        return Storage(
+            size_bytes=seen.size_bytes,
+            first=None if seen.eager is None else first,
+            last=last,
+            overwritten=seen.overwritten,
+            released=self._is_released(seen),
+        )
+
+    def _is_released(self, seen: SeenStorage) -> bool:
+        """Whether a storage was freed between two segments in which eager code was seen.
+
+        It may be freed before or after eager code allocates there. The most that both took at once is known (`_transient_bytes`).
+        """
+        return self._record.watched and seen.freed_between
+
+    def _eager_storages(self, crossing: set[int]) -> list[Storage]:
+        """Storages that eager code alone uses: one for each pair of intervals between which it is alive."""
+        sizes: dict[tuple[_Span, bool], int] = {}
+        for seen, span in self._spans.items():
+            if seen.eager is not None and self._number[seen] not in crossing:
+                kind = span, self._is_released(seen)
+                sizes[kind] = sizes.get(kind, 0) + seen.size_bytes
+        return [
+            Storage(size_bytes=size, first=first, last=last, released=early) for ((first, last), early), size in sizes.items()
+        ]
+
+    def _released_storages(self) -> Iterable[Storage]:
+        """Storages that earlier steps left and that are freed in this one, by interval."""
+        sizes = enumerate(self._released)
+        return (Storage(size_bytes=size, first=0, last=at, released=at > 0) for at, size in sizes if size > 0)
+
+    def _transient_bytes(self, interval: int) -> int:
+        """The most that was alive in an interval at once, besides what is alive there by the account of `step_graph`.
+
+        That is what earlier segments made, as long as it lives and at least to the interval after its segment, and what eager
+        code made. Outputs of an earlier step that are released there are still held while the call runs that makes the new ones.
+        """
+        listed = sum(
+            seen.size_bytes
+            for seen, (first, last) in self._spans.items()
+            if first <= interval <= last and not (last == interval and self._is_released(seen))
+        )
+        record, released = self._record, max(0, self._released[interval])
+        inside = record.call_peaks[interval] + released if interval in record.call_peaks else 0
+        return max(0, max(inside, record.peaks.get(interval, 0)) - listed)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from checkmate import Graph, InfeasibleBudgetError, Limits, Op, Plan, Problem, Value, evaluate, simulate, solve, validate
 from checkmate.core.graph import BOUNDARY
 from checkmate.core.plan import Compute
-from checkmate.frontend.step_graph import GAP, ObservedStep, Part, StepGraph, Storage, Window, step_graph
+from checkmate.torch.joint.capture import CapturedGraph
+from checkmate.torch.steps.step_graph import BETWEEN, ObservedStep, Segment, StepGraph, Storage, step_graph
 
 RESIDENT = 1000
 HIDDEN, GRADIENT, WEIGHT_GRADIENT, WEIGHT, BATCH, LOSS_TANGENT = 0, 100, 200, 300, 400, 500
@@ -38,7 +39,7 @@ class Layers:
     weights: tuple[int, ...]
     output_read: frozenset[int] = frozenset()
 
-    def part(self, first: int, end: int) -> Part:
+    def part(self, first: int, end: int) -> CapturedGraph:
         """The layers from ``first`` to ``end`` as one captured graph. Its inputs are a hidden tensor and the weights."""
         count = end - first
         values = [Value(f"h{i}", self.hidden[i], kept=i == end - 1) for i in range(first, end)]
@@ -58,7 +59,7 @@ class Layers:
             values.append(Value(f"w{i}", self.weights[i], kept=True))
             ops.append(Op(f"b{i}", tuple(sorted(reads)), tuple(made), cost=1 + i, phase="backward"))
             gradient = made[0]
-        return Part(
+        return CapturedGraph(
             graph=Graph(tuple(ops), tuple(values)),
             readers=((0, len(ops) - 1), *((i - first,) for i in range(first, end))),
             views={},
@@ -76,7 +77,7 @@ class Layers:
         """
         n, bounds = len(self.hidden), [0, *cuts, len(self.hidden)]
         count = len(bounds) - 1
-        over, forwards, backwards = 2 * count, list[Window](), list[Window]()
+        over, forwards, backwards = 2 * count, list[Segment](), list[Segment]()
         storages = {HIDDEN + n - 1: Storage(size_bytes=self.hidden[-1], last=over)}
         storages[LOSS_TANGENT] = Storage(size_bytes=self.hidden[-1], last=count)
         storages[BATCH] = Storage(size_bytes=0, last=over)
@@ -89,13 +90,13 @@ class Layers:
                 storages[HIDDEN + end - 1] = Storage(size_bytes=self.hidden[end - 1], last=read)
                 storages[GRADIENT + end - 1] = Storage(size_bytes=self.hidden[end - 1], last=over - 1 - p)
             given = (HIDDEN + first - 1 if p else BATCH, *(WEIGHT + i for i in weights))
-            forwards.append(Window(part=p, backward=False, given=given, made=(HIDDEN + end - 1,)))
+            forwards.append(Segment(captured=p, backward=False, given=given, made=(HIDDEN + end - 1,)))
             gradients = (GRADIENT + first - 1 if p else None, *(WEIGHT_GRADIENT + i for i in weights))
             tangent = GRADIENT + end - 1 if end < n else LOSS_TANGENT
-            backwards.append(Window(part=p, backward=True, given=(tangent,), made=gradients))
+            backwards.append(Segment(captured=p, backward=True, given=(tangent,), made=gradients))
         return ObservedStep(
-            parts=tuple(self.part(first, end) for first, end in itertools.pairwise(bounds)),
-            windows=(*forwards, *reversed(backwards)),
+            graphs=tuple(self.part(first, end) for first, end in itertools.pairwise(bounds)),
+            segments=(*forwards, *reversed(backwards)),
             storages=storages,
             resident_bytes=resident_bytes,
         )
@@ -110,9 +111,9 @@ def changed(step: ObservedStep, storage: int, **facts: int | None) -> ObservedSt
     return replace(step, storages={**step.storages, storage: replace(known, **facts)})
 
 
-def with_window(step: ObservedStep, w: int, **facts: object) -> ObservedStep:
-    """A step in which one window is another."""
-    return replace(step, windows=tuple(replace(x, **facts) if i == w else x for i, x in enumerate(step.windows)))
+def with_segment(step: ObservedStep, w: int, **facts: object) -> ObservedStep:
+    """A step in which one segment is another."""
+    return replace(step, segments=tuple(replace(x, **facts) if i == w else x for i, x in enumerate(step.segments)))
 
 
 def memory(graph: Graph, order: Iterable[int] | None = None) -> dict[str, int]:
@@ -132,8 +133,8 @@ def named(graph: Graph, *names: str) -> list[int]:
 
 
 def check(step: ObservedStep, whole: StepGraph, order: Sequence[int]) -> list[int]:
-    """An order of the whole graph, moved into windows, is valid, and so is each part's; returns the moved order."""
-    moved = whole.within_windows(order)
+    """An order of the whole graph, moved into segments, is valid, and so is each part's; returns the moved order."""
+    moved = whole.within_segments(order)
     assert validate(whole.graph, Plan.from_order(whole.graph, moved)) == ()
     now = 0
     for o in moved:
@@ -141,13 +142,13 @@ def check(step: ObservedStep, whole: StepGraph, order: Sequence[int]) -> list[in
         if local is None:
             now = owner
         else:
-            assert whole.windows[now][0] == owner
+            assert whole.segments[now][0] == owner
     orders = whole.cut(moved)
-    for part, mine in zip(step.parts, orders, strict=True):
+    for part, mine in zip(step.graphs, orders, strict=True):
         assert set(mine) == set(range(len(part.graph.ops)))
         assert mine.count(part.boundary) == 1
         evaluate(part.graph, Plan.from_order(part.graph, mine))
-    assert sum(map(len, orders)) == sum(1 for o in moved if whole.owners[o][1] is not None) + len(step.parts)
+    assert sum(map(len, orders)) == sum(1 for o in moved if whole.owners[o][1] is not None) + len(step.graphs)
     return moved
 
 
@@ -176,16 +177,16 @@ def test_memory_of_two_parts_adds_up() -> None:
     assert memory(graph) == {
         "0.f0": 10,
         "0.f1": 10 + 20,
-        "gap 1": 10 + 20,
+        "between 1": 10 + 20,
         "1.f2": 10 + 20 + 30,
         "1.f3": 10 + 20 + 30 + 4,
-        "gap 2": 10 + 20 + 30 + 4 + 4,  # the gradient of the loss
+        "between 2": 10 + 20 + 30 + 4 + 4,  # the gradient of the loss
         "1.b3": 10 + 20 + 30 + 4 + 4 + (30 + 5),
         "1.b2": 10 + 20 + 4 + (30 + 5) + (20 + 3),
-        "gap 3": 10 + 4 + 5 + (20 + 3),
+        "between 3": 10 + 4 + 5 + (20 + 3),
         "0.b1": 10 + 4 + 5 + (20 + 3) + (10 + 2),
         "0.b0": 4 + 5 + 3 + (10 + 2) + 1,
-        "gap 4": 4 + 5 + 3 + 2 + 1,
+        "between 4": 4 + 5 + 3 + 2 + 1,
     }
 
 
@@ -199,7 +200,7 @@ def test_an_output_that_dies_is_not_kept() -> None:
     """A loss that the caller drops before the backward has no bytes in it."""
     kept, dropped = (step_graph(changed(LAYERS.step([2]), HIDDEN + 3, last=last)).graph for last in (4, 2))
     before, after = memory(kept), memory(dropped)
-    assert {name for name in before if before[name] != after[name]} == {"1.b3", "1.b2", "gap 3", "0.b1", "0.b0", "gap 4"}
+    assert {name for name in before if before[name] != after[name]} == {"1.b3", "1.b2", "between 3", "0.b1", "0.b0", "between 4"}
     assert all(before[name] - after[name] in (0, 4) for name in before)
 
 
@@ -207,58 +208,58 @@ def test_a_handed_tensor_lives_as_long_as_it_was_seen_to() -> None:
     """A hidden tensor that the caller holds to the end is kept."""
     before, after = (memory(step_graph(s).graph) for s in (LAYERS.step([2]), changed(LAYERS.step([2]), HIDDEN + 1, last=4)))
     assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
-        "gap 3": 20,
+        "between 3": 20,
         "0.b1": 20,
         "0.b0": 20,
-        "gap 4": 20,
+        "between 4": 20,
     }
 
 
-def test_accumulated_gradients_are_freed_after_their_window() -> None:
+def test_accumulated_gradients_are_freed_after_their_segment() -> None:
     """They are added to existing gradients, which are resident."""
     step = replace(LAYERS.step([2]), accumulated=frozenset({WEIGHT_GRADIENT + 2, WEIGHT_GRADIENT + 3}))
     before, after = memory(step_graph(LAYERS.step([2])).graph), memory(step_graph(step).graph)
     assert {name: before[name] - after[name] for name in before if after[name] != before[name]} == {
         "0.b1": 3 + 5,
         "0.b0": 3 + 5,
-        "gap 4": 3 + 5,
+        "between 4": 3 + 5,
     }
 
 
 def test_eager_storages_and_workspace_count() -> None:
-    """A storage counts from the window before which it was allocated to the last window that it was seen before."""
+    """A storage counts from the segment before which it was allocated to the last segment that it was seen before."""
     plain = LAYERS.step([2])
     step = replace(plain, storages={**plain.storages, 600: Storage(size_bytes=7, first=1, last=2)}, eager_bytes=60)
-    step = with_window(step, 2, eager_bytes=50)
+    step = with_segment(step, 2, eager_bytes=50)
     before, after = memory(step_graph(plain).graph), memory(step_graph(step).graph)
     assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
-        "gap 1": 7,
+        "between 1": 7,
         "1.f2": 7,
         "1.f3": 7,
-        "gap 2": 7 + 50,
-        "gap 4": 60,
+        "between 2": 7 + 50,
+        "between 4": 60,
     }
 
 
-def test_eager_code_before_the_first_window_counts() -> None:
-    """It has a gap only where it is needed."""
+def test_eager_code_before_the_first_segment_counts() -> None:
+    """It has an interval only where it is needed."""
     plain = LAYERS.step([2])
     assert step_graph(plain).graph.ops[0].name == "0.f0"
     step = replace(plain, storages={**plain.storages, 600: Storage(size_bytes=7, first=0, last=4)})
     assert {
         name: size - memory(step_graph(plain).graph).get(name, 0) for name, size in memory(step_graph(step).graph).items()
     } == {
-        "gap 0": 7,
+        "between 0": 7,
         **dict.fromkeys(memory(step_graph(plain).graph), 7),
     }
 
 
-def test_what_is_released_after_the_last_window_has_a_gap() -> None:
+def test_what_is_released_after_the_last_segment_has_an_interval() -> None:
     """A storage of eager code that dies there, in a step that leaves nothing else."""
     step = LAYERS.step([2])
-    step = with_window(step, 3, made=(None,) * len(step.windows[3].made))
+    step = with_segment(step, 3, made=(None,) * len(step.segments[3].made))
     step = replace(step, storages={**step.storages, 600: Storage(size_bytes=7, first=1, last=4, released=True)})
-    assert [op.name for op in step_graph(step).graph.ops[-2:]] == ["release 4", "gap 4"]
+    assert [op.name for op in step_graph(step).graph.ops[-2:]] == ["release 4", "between 4"]
 
 
 def test_a_gradient_that_eager_code_allocated_counts_once() -> None:
@@ -271,13 +272,13 @@ def test_a_gradient_that_eager_code_allocated_counts_once() -> None:
 def test_a_tensor_that_eager_code_hands_to_a_forward_counts_once() -> None:
     """Such as labels that are padded between two graphs: they are freed after their last reader."""
     step = changed(LAYERS.step([2]), 600, size_bytes=7, first=1, last=2)
-    part = step.parts[1]
+    part = step.graphs[1]
     readers = (*part.readers, (1, 3))  # f3 and b3
-    step = replace(step, parts=(step.parts[0], replace(part, readers=readers)))
-    step = with_window(step, 1, given=(*step.windows[1].given, 600))
+    step = replace(step, graphs=(step.graphs[0], replace(part, readers=readers)))
+    step = with_segment(step, 1, given=(*step.segments[1].given, 600))
     before, after = memory(step_graph(LAYERS.step([2])).graph), memory(step_graph(step).graph)
     grown = {name: after[name] - before[name] for name in before if after[name] != before[name]}
-    assert grown == dict.fromkeys(("gap 1", "1.f2", "1.f3", "gap 2", "1.b3"), 7)
+    assert grown == dict.fromkeys(("between 1", "1.f2", "1.f3", "between 2", "1.b3"), 7)
 
 
 def test_a_view_of_a_handed_tensor_keeps_it() -> None:
@@ -290,10 +291,10 @@ def test_a_view_of_a_handed_tensor_keeps_it() -> None:
         Op("b", (0, 2), (3,), cost=1, phase="backward"),
     )
     values = (Value("view", 0), Value("loss", 4, kept=True), Value("tangent", 4), Value("gradient", 20, kept=True))
-    later = Part(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
-    step = replace(plain, parts=(plain.parts[0], later))
-    step = with_window(step, 1, given=(HIDDEN + 1,))
-    step = with_window(step, 2, made=(GRADIENT + 1,))
+    later = CapturedGraph(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
+    step = replace(plain, graphs=(plain.graphs[0], later))
+    step = with_segment(step, 1, given=(HIDDEN + 1,))
+    step = with_segment(step, 2, made=(GRADIENT + 1,))
     whole = step_graph(step)
     view = next(v for v in whole.graph.values if v.name == "1.view")
     assert view.base is not None and whole.graph.values[view.base].name == "0.h1"
@@ -310,13 +311,13 @@ def test_a_gradient_that_is_handed_on_is_freed_with_its_storage(held: bool) -> N
         Op("start", (0,), (1,), cost=0, recomputable=False, phase="backward", kind=BOUNDARY),
     )
     values = (Value("h", 20, kept=True), Value("tangent", 20, kept=True))
-    middle = Part(graph=Graph(ops, values), readers=((0,),), views={}, returned=(0,), tangents=(1,), gradients=(1,))
-    step = replace(plain, parts=(plain.parts[0], middle, plain.parts[2]))
-    step = with_window(changed(step, GRADIENT + 1, last=6 if held else 5), 1, given=(HIDDEN,))
-    step = with_window(step, 4, made=(GRADIENT + 1,))
-    step = with_window(step, 5, given=(GRADIENT + 1,))
+    middle = CapturedGraph(graph=Graph(ops, values), readers=((0,),), views={}, returned=(0,), tangents=(1,), gradients=(1,))
+    step = replace(plain, graphs=(plain.graphs[0], middle, plain.graphs[2]))
+    step = with_segment(changed(step, GRADIENT + 1, last=6 if held else 5), 1, given=(HIDDEN,))
+    step = with_segment(step, 4, made=(GRADIENT + 1,))
+    step = with_segment(step, 5, given=(GRADIENT + 1,))
     whole = step_graph(step)
-    assert memory(whole.graph)["gap 6"] == 4 + 5 + 3 + 1 + (20 if held else 0)
+    assert memory(whole.graph)["between 6"] == 4 + 5 + 3 + 1 + (20 if held else 0)
     check(step, whole, range(len(whole.graph.ops)))
 
 
@@ -327,13 +328,13 @@ def test_a_tensor_that_is_handed_over_is_computed_once() -> None:
 
 
 def test_a_gradient_that_leaves_its_graph_is_computed_once() -> None:
-    """Autograd holds the instance that the window returned: freeing it and computing it again later frees nothing."""
+    """Autograd holds the instance that the segment returned: freeing it and computing it again later frees nothing."""
     graph = step_graph(LAYERS.step([2])).graph
     assert [graph.ops[o].recomputable for o in named(graph, "1.b3", "1.b2", "0.b1")] == [False, False, False]
 
 
 def test_no_plan_frees_a_gradient_that_autograd_holds() -> None:
-    """The gradient of the third weight would fit if it were computed again after the widest op, in another graph's window."""
+    """The gradient of the third weight would fit if it were computed again after the widest op, in another graph's segment."""
     layers = Layers(hidden=(60, 2, 2, 4), weights=(1, 1, 40, 1))
     with pytest.raises(InfeasibleBudgetError):
         solve(Problem(step_graph(layers.step([2], resident_bytes=0)).graph, 140), limits=Limits(time_s=5))
@@ -341,14 +342,14 @@ def test_no_plan_frees_a_gradient_that_autograd_holds() -> None:
 
 @pytest.mark.parametrize("overwritten", [1, 2])
 def test_what_reads_an_overwritten_storage_is_not_computed_after_it(overwritten: int) -> None:
-    """Its content has changed before the next window in which the reader could run again."""
+    """Its content has changed before the next segment in which the reader could run again."""
     step = changed(LAYERS.step([2]), BATCH, overwritten=overwritten)
     whole = step_graph(step)
-    first, second, gap, again = named(whole.graph, "0.f0", "0.f1", "gap 1", "0.b1")
+    first, second, between, again = named(whole.graph, "0.f0", "0.f1", "between 1", "0.b1")
     assert whole.graph.ops[first].clobbered_by
     assert not whole.graph.ops[second].clobbered_by
     order = list(range(len(whole.graph.ops)))
-    for place in (gap, again):
+    for place in (between, again):
         late = [*order[: place + 1], first, *order[place + 1 :]]
         assert "clobber" in {v.rule for v in validate(whole.graph, Plan.from_order(whole.graph, late))}
     check(step, whole, order)
@@ -364,13 +365,13 @@ def test_what_reads_a_view_of_an_overwritten_storage_is_not_computed_after_it() 
         Op("b", (1, 2), (3,), cost=1, phase="backward"),
     )
     values = (Value("view", 0), Value("h1", 20, kept=True), Value("tangent", 20), Value("w0", 1, kept=True))
-    first = Part(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
-    step = replace(changed(plain, WEIGHT, overwritten=1), parts=(first, plain.parts[1]))
-    step = with_window(step, 0, given=(WEIGHT,))
-    step = with_window(step, 3, made=(WEIGHT_GRADIENT,))
+    first = CapturedGraph(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
+    step = replace(changed(plain, WEIGHT, overwritten=1), graphs=(first, plain.graphs[1]))
+    step = with_segment(step, 0, given=(WEIGHT,))
+    step = with_segment(step, 3, made=(WEIGHT_GRADIENT,))
     graph = step_graph(step).graph
     (product,) = named(graph, "0.f")
-    assert graph.ops[product].clobbered_by == tuple(named(graph, "gap 1"))
+    assert graph.ops[product].clobbered_by == tuple(named(graph, "between 1"))
 
 
 @pytest.mark.parametrize("overwritten", [0, 3])
@@ -381,41 +382,41 @@ def test_an_overwriting_by_the_graph_itself_is_left_to_its_own_rules(overwritten
 
 
 def test_a_view_that_is_returned_is_computed_in_its_forward() -> None:
-    """It has the storage of another result, and no reader but the caller: only the gap says when it is needed."""
+    """It has the storage of another result, and no reader but the caller: only the interval says when it is needed."""
     plain = LAYERS.step([2])
-    first = plain.parts[0]
+    first = plain.graphs[0]
     ops, values = list(first.graph.ops), list(first.graph.values)
     values.append(Value("view", 0, base=1, kept=True))
     view = len(values) - 1
     start = replace_op(ops[2], inputs=(1, view))
     graph = Graph((*ops[:2], Op("view", (1,), (view,), cost=0), start, *ops[3:]), tuple(values))
     readers = ((0, 5), (0,), (1,))
-    step = replace(plain, parts=(replace(first, graph=graph, returned=(1, view), readers=readers), plain.parts[1]))
-    step = with_window(step, 0, made=(HIDDEN + 1, HIDDEN + 1))
+    step = replace(plain, graphs=(replace(first, graph=graph, returned=(1, view), readers=readers), plain.graphs[1]))
+    step = with_segment(step, 0, made=(HIDDEN + 1, HIDDEN + 1))
     whole = step_graph(step)
     rng = random.Random(0)
     for _ in range(20):
         check(step, whole, random_order(whole.graph, rng, 0.2))
 
 
-def test_an_update_between_a_release_and_its_gap_stays_in_its_forward() -> None:
+def test_an_update_between_a_release_and_its_interval_stays_in_its_forward() -> None:
     """Statistics of `BatchNormalization` are updated before the backward begins, by ops that nothing reads.
 
     In MobileNetV3 a solver put two of them after the tensors of the step before were released. They moved into the backward.
     """
     plain = LAYERS.step()
-    (part,) = plain.parts
+    (part,) = plain.graphs
     ops, values = list(part.graph.ops), (*part.graph.values, Value("statistics", 0))
     update = Op("update", (1,), (len(values) - 1,), cost=0, recomputable=False)
     start = part.boundary
     graph = Graph((*ops[:start], update, *ops[start:]), values, order=((start, start + 1),))
     readers = tuple(tuple(o + (o >= start) for o in each) for each in part.readers)
-    step = replace(plain, parts=(replace(part, graph=graph, readers=readers),))
+    step = replace(plain, graphs=(replace(part, graph=graph, readers=readers),))
     step = changed(step, 999, size_bytes=10, first=0, last=1, released=True)
     whole = step_graph(step)
-    release, gap, late = named(whole.graph, "release 1", "gap 1", "0.update")
+    release, between, late = named(whole.graph, "release 1", "between 1", "0.update")
     order = [o for o in range(len(whole.graph.ops)) if o != late]
-    order.insert(order.index(gap), late)
+    order.insert(order.index(between), late)
     assert order.index(release) + 1 == order.index(late)
     check(step, whole, order)
 
@@ -429,27 +430,27 @@ def test_the_order_of_keeping_everything_is_cut_into_that_of_each_part() -> None
     step = LAYERS.step([1, 3])
     whole = step_graph(step)
     order = range(len(whole.graph.ops))
-    assert whole.within_windows(order) == list(order)
-    assert whole.cut(order) == [list(range(len(part.graph.ops))) for part in step.parts]
+    assert whole.within_segments(order) == list(order)
+    assert whole.cut(order) == [list(range(len(part.graph.ops))) for part in step.graphs]
 
 
 def test_backwards_may_run_in_any_order() -> None:
     """Three graphs with a loss each, whose backwards run as the user called them."""
     towers = [Layers(hidden=(size, 2 * size, 4), weights=(1, 1, 1)) for size in (8, 16, 32)]
-    storages, windows, parts = dict[int, Storage](), list[Window](), list[Part]()
+    storages, segments, parts = dict[int, Storage](), list[Segment](), list[CapturedGraph]()
     turns = [(0, False), (1, False), (2, False), (1, True), (0, True), (2, True)]
     for p, tower in enumerate(towers):
         step = tower.step()
-        parts.append(step.parts[0])
+        parts.append(step.graphs[0])
         storages.update({1000 * p + s: replace(x, last=6 if x.last == 2 else x.last) for s, x in step.storages.items()})
     for p, backward in turns:
-        window = towers[p].step().windows[int(backward)]
-        of = [tuple(None if s is None else 1000 * p + s for s in side) for side in (window.given, window.made)]
-        windows.append(Window(part=p, backward=backward, given=of[0], made=of[1]))
-    step = ObservedStep(parts=tuple(parts), windows=tuple(windows), storages=storages, resident_bytes=0)
+        segment = towers[p].step().segments[int(backward)]
+        of = [tuple(None if s is None else 1000 * p + s for s in side) for side in (segment.given, segment.made)]
+        segments.append(Segment(captured=p, backward=backward, given=of[0], made=of[1]))
+    step = ObservedStep(graphs=tuple(parts), segments=tuple(segments), storages=storages, resident_bytes=0)
     whole = step_graph(step)
     held = memory(whole.graph)
-    assert held["gap 3"] == 8 + 16 + 4 + 16 + 32 + 4 + 32 + 64 + 4 + 4
+    assert held["between 3"] == 8 + 16 + 4 + 16 + 32 + 4 + 32 + 64 + 4 + 4
     assert held["2.b2"] == 4 + 3 + 4 + 3 + 32 + 64 + 4 + 4 + 64 + 1
     rng = random.Random(1)
     for _ in range(20):
@@ -458,7 +459,7 @@ def test_backwards_may_run_in_any_order() -> None:
 
 @pytest.mark.parametrize("cuts", [[3], [2, 4]])
 def test_a_plan_of_the_step_is_a_plan_of_each_part(cuts: list[int]) -> None:
-    """Within half of what keeping everything needs; moving the plan into windows keeps its budget here."""
+    """Within half of what keeping everything needs; moving the plan into segments keeps its budget here."""
     layers = Layers(hidden=(40, 40, 40, 40, 40, 4), weights=(1,) * 6, output_read=frozenset(range(6)))
     step = layers.step(cuts, resident_bytes=0)
     whole = step_graph(step)
@@ -494,31 +495,31 @@ def test_cutting_a_chain_does_not_change_its_memory(chain: tuple[Layers, list[in
 @given(chains(), st.integers(0, 2**32), st.sampled_from([0.0, 0.2, 0.5]))
 @settings(max_examples=200)
 def test_any_order_of_the_step_can_be_cut(chain: tuple[Layers, list[int]], seed: int, again: float) -> None:
-    """What a solver puts elsewhere can be moved into windows, and each part of the order is valid for its graph.
+    """What a solver puts elsewhere can be moved into segments, and each part of the order is valid for its graph.
 
-    Resident storages may be overwritten in any window.
+    Resident storages may be overwritten in any segment.
     """
     layers, cuts = chain
     step, rng = layers.step(cuts), random.Random(seed)
     for i in range(len(layers.hidden)):
-        step = changed(step, WEIGHT + i, overwritten=rng.choice([None, rng.randrange(len(step.windows))]))
+        step = changed(step, WEIGHT + i, overwritten=rng.choice([None, rng.randrange(len(step.segments))]))
     whole = step_graph(step)
     check(step, whole, random_order(whole.graph, rng, again))
 
 
 @given(chains(), st.integers(0, 2**32))
 def test_a_plan_of_the_cut_chain_is_one_of_the_chain(chain: tuple[Layers, list[int]], seed: int) -> None:
-    """Cutting only forbids: without its gaps an order costs the same in the chain, and takes no more memory."""
+    """Cutting only forbids: without its intervals an order costs the same in the chain, and takes no more memory."""
     layers, cuts = chain
     cut, whole = (step_graph(layers.step(c)).graph for c in (cuts, []))
     order = random_order(cut, random.Random(seed), 0.3)
     places = {op.name.split(".")[-1]: o for o, op in enumerate(whole.ops)}
-    loss = f"gap {len(cuts) + 1}"
-    places[loss] = named(whole, "gap 1")[0]
-    last = f"gap {2 * len(cuts) + 2}"
+    loss = f"between {len(cuts) + 1}"
+    places[loss] = named(whole, "between 1")[0]
+    last = f"between {2 * len(cuts) + 2}"
     places[last] = len(whole.ops) - 1
     names = [cut.ops[o].name.split(".")[-1] for o in order]
-    same = [places[name] for name in names if not name.startswith(GAP) or name in (loss, last)]
+    same = [places[name] for name in names if not name.startswith(BETWEEN) or name in (loss, last)]
     assert validate(whole, Plan.from_order(whole, same)) == ()
     mine, its = (simulate(g, Plan.from_order(g, o)) for g, o in ((cut, order), (whole, same)))
     assert its.cost == mine.cost
@@ -526,5 +527,5 @@ def test_a_plan_of_the_cut_chain_is_one_of_the_chain(chain: tuple[Layers, list[i
 
 
 def ops_of(held: dict[str, int]) -> dict[str, int]:
-    """Bytes of each op that is no gap, by its name in the chain."""
-    return {name.split(".")[1]: size for name, size in held.items() if not name.startswith(GAP)}
+    """Bytes of each op that is no interval, by its name in the chain."""
+    return {name.split(".")[1]: size for name, size in held.items() if not name.startswith(BETWEEN)}

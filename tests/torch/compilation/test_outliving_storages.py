@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.steps.coordinator import COORDINATOR
-from checkmate.torch.steps.survivors import Survivors
+from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.compilation.test_coordinator import QUICK, Classifier, Ran
 from tests.torch.steps import close, live_bytes
 
@@ -41,7 +39,7 @@ def test_parameters_that_no_graph_reads_are_resident(loss: bool) -> None:
         return run(x) if loss else run(x).square().mean()
 
     ran = Ran(model, step, "60%")
-    result = COORDINATOR.result
+    result = coordinator().result
     assert result is not None
     assert max(ran.peaks) <= result.budget_bytes
     assert close(ran.peaks[-1], result.peak_bytes)
@@ -69,7 +67,7 @@ def test_held_outputs_of_eager_code_are_in_the_budget() -> None:
     """Eager code is seen in the first step only. The logits of the step before are held until those of this one are returned."""
     model, x, y = WithEagerHead(), torch.randn(512, 64), torch.randint(512, (512,))
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "70%", **QUICK})
     held: list[torch.Tensor] = []
 
@@ -81,22 +79,23 @@ def test_held_outputs_of_eager_code_are_in_the_budget() -> None:
     held.clear()  # the profiler does not see a tensor freed whose allocation it has not seen
     for _ in range(3):
         model.zero_grad(set_to_none=True)
-        peak, plan = live_bytes() + measure_peak(step), COORDINATOR.step
+        peak, plan = live_bytes() + measure_peak(step), coordinator().step
         assert plan is not None
         assert close(peak, plan.result.peak_bytes)
         assert peak <= plan.result.budget_bytes
 
 
-def test_outputs_that_are_held_until_the_next_step_is_over(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("eager", [False, True], ids=["of a graph", "of eager code"])
+def test_outputs_that_are_held_until_the_next_step_is_over(eager: bool, caplog: pytest.LogCaptureFixture) -> None:
     """``outputs = train(batch)``: the old ones are freed when the function returns. That is seen once, and then planned for."""
     model, x = Classifier(6, classes=512), torch.randn(512, 64)
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "60%", **QUICK})
     held: list[torch.Tensor] = []
 
     def train() -> torch.Tensor:
-        outputs = run(x)
+        outputs = run(x) * 2 if eager else run(x)
         outputs.square().mean().backward()
         return outputs.detach()
 
@@ -107,26 +106,10 @@ def test_outputs_that_are_held_until_the_next_step_is_over(caplog: pytest.LogCap
         step()
         model.zero_grad(set_to_none=True)
     assert caplog.text.count("outputs of the step before were held until this step was over") == 1
-    peak, plan = live_bytes() + measure_peak(step), COORDINATOR.step
+    peak, plan = live_bytes() + measure_peak(step), coordinator().step
     assert plan is not None
     assert close(peak, plan.result.peak_bytes)
     assert peak <= plan.result.budget_bytes
-
-
-def test_what_eager_code_makes_may_be_held_until_the_next_step_is_over() -> None:
-    """As by an optimizer that calls a closure several times and holds the first loss. It is seen in the first step only."""
-    loss = torch.UntypedStorage(64)
-
-    def step(**kind: Any) -> Any:
-        common = {"sequence": ((0, 0, None),), "windows": [(0, False), (0, True)], "eager_leaves": {}}
-        return SimpleNamespace(**common, **kind, is_eager=lambda key: True, is_given=lambda key, storage: False)
-
-    survivors = Survivors()
-    survivors.add(step(watched=True, remaining=lambda: [(1, lambda: loss, 64, 1, 1)]))
-    survivors.add(later := step(watched=False, remaining=list))
-    assert survivors.carried(later, ()) == (128, 128, 64)  # that of the first step, and of the one before until it is made anew
-    survivors.expect_held(later)
-    assert survivors.carried(later, ()) == (128, 128, 128)
 
 
 class Recompiled(Classifier):
@@ -149,7 +132,7 @@ def test_a_graph_that_is_compiled_again_has_the_plan_of_the_step() -> None:
 
     def step(run: Callable[..., Any]) -> torch.Tensor:
         loss = run(x)[0]
-        graphs.append(COORDINATOR.step)
+        graphs.append(coordinator().step)
         return loss
 
     ran = Ran(model, step, "50%")
@@ -173,7 +156,7 @@ def test_a_first_step_that_may_exceed_its_share_is_announced(caplog: pytest.LogC
     """The share is of what the step takes without the gradients that do not exist, and smaller than it seems at first."""
     model, x = ManyOutputs(6, classes=16), torch.randn(512, 64)
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "30%", **QUICK})
 
     def step() -> None:
@@ -183,9 +166,9 @@ def test_a_first_step_that_may_exceed_its_share_is_announced(caplog: pytest.LogC
     for _ in range(2):
         step()
         model.zero_grad(set_to_none=True)
-    planned = COORDINATOR.step
+    planned = coordinator().step
     assert planned is not None
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     caplog.clear()
     assert live_bytes() + measure_peak(step) > planned.result.budget_bytes
     assert "a first step may take up to" in caplog.text
@@ -213,18 +196,18 @@ def test_a_first_step_at_100_percent_keeps_everything(chunking: str, caplog: pyt
     """Whatever it takes is what everything takes, and nothing is computed twice, although other graphs are not known yet."""
     model, x = Classifier(3, classes=64), torch.randn(512, 64)
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "100%", "chunking": chunking, **QUICK})
     F.softmax(run(x).repeat(1, 4), 1).log().square().mean().backward()
     assert "may take" not in caplog.text
-    assert COORDINATOR.result is not None and COORDINATOR.result.overhead == 1
+    assert coordinator().result is not None and coordinator().result.overhead == 1
 
 
 def test_a_step_of_another_kind_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     """It runs plans of its graphs that know nothing of each other, and may exceed the budget until it is planned."""
     model, x = Classifier(3, classes=64), torch.randn(512, 64)
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
+    coordinator().forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "3MiB", **QUICK})
     for _ in range(2):
         run(x).square().mean().backward()

@@ -1,0 +1,96 @@
+"""First step of a compilation: the memory in addition to a graph's inputs that no plan can change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from checkmate.core.budget import ResidentMemory
+from checkmate.core.result import Result
+from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.distributed.wrappers import wrapper_memory
+from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
+from checkmate.torch.measure.allocator import counted_memory, warm_up
+from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
+from checkmate.torch.measure.resident import cuda_device, gradient_bytes
+from checkmate.torch.options import Options
+from checkmate.torch.steps.coordinator import coordinator
+from checkmate.torch.steps.program import weakly
+
+_log = logging.getLogger("checkmate.torch")
+
+
+class ResidentAccount:
+    """The inputs of one graph, and what exists in addition to them while it runs."""
+
+    def __init__(self, inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
+        self._options, budget = options, options.planning.budget
+        warm_up(cuda := cuda_device(inputs, options))
+        self.counted = None if budget is None or hooks.target is not None else counted_memory(options.budget_of, cuda)
+        # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
+        asked = budget is not None or options.plan is not None
+        self.is_bounded = asked and hooks.captured is None and hooks.target is None
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+        self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        self._count_device = cuda or torch.device("cpu")
+        self.wrapped = wrapper_memory(inputs, options.accumulate)
+        self.counted_bytes = self.wrapped.counted_bytes(self._count_device)  # which a count of the device's tensors includes
+        trained = [t for t in tensors if t.is_leaf and t.requires_grad]
+        self.resident = ResidentMemory(
+            gradients_bytes=gradient_bytes(inputs, options.accumulate),
+            optimizer_bytes=state_to_come_bytes(trained, self._count_device) if self.is_bounded and trained else 0,
+            wrappers_bytes=self.wrapped.held_bytes,
+            reserve_bytes=options.reserve_bytes,
+            other_bytes=max(0, self._outside_bytes(inputs) - hooks.returned_bytes) if self.is_bounded else 0,
+        )
+        self.inputs = [weakly(a) for a in inputs]
+        # Eager code may overwrite the batch and buffers between forward and backward, such as the queue of a momentum encoder.
+        state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
+        self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
+        self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
+        if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
+            self.accumulated = _accumulating(inputs, options.accumulate)
+        self.look, self._announced = LookDue(), False
+
+    def _outside_bytes(self, inputs: Sequence[Any]) -> int:
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+        return coordinator().outside_bytes(tensors, self._count_device) - self.counted_bytes
+
+    def early_ops(self, capture: Capture) -> frozenset[int]:
+        """Ops of a part of a step that are computed in the forward only; see `reads_of_overwritable`."""
+        captured = captured_graph(capture)
+        # AOTAutograd merges inputs that are equal, and then their positions are others.
+        same = len(captured.readers) == len(self.inputs)
+        return reads_of_overwritable(captured, self._overwritable) if same else frozenset()
+
+    def announce_growth(self, result: Result, last_bytes: int, args: Sequence[Any]) -> None:
+        """Warn before a whole step runs that leaves too little room for what was made after it was compiled.
+
+        ``last_bytes`` is the size of what the step before returned, which is planned for.
+        """
+        if not self.look:
+            return
+        outside = max(0, self._outside_bytes(args))
+        self.look.looked(outside)
+        growth = outside - self.resident.other_bytes - self.resident.optimizer_bytes - last_bytes
+        excess = growth - (result.budget_bytes - result.peak_bytes) - self._options.reserve_bytes
+        if excess > 0 and not self._announced:
+            self._announced = True
+            _log.warning(
+                "tensors that were made after the step was compiled take %s more than its budget of %s leaves: the step may "
+                "exceed the budget by as much\nhint: compile the step when they exist, or set reserve=%r",
+                format_bytes(excess),
+                self._options.planning.budget,
+                format_at_least(growth),
+            )
+
+
+def _accumulating(inputs: Sequence[Any], accumulate: bool) -> frozenset[int]:
+    """Inputs whose gradients can be added to: those that have one; with the option ``accumulate`` all that can get one."""
+    leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
+    coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if accumulate else set[int]()
+    return frozenset(coming | {k for k, t in leaves if coordinator().steps.sources.accumulates(t)})
