@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +10,6 @@ from scipy import sparse
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,28 +42,24 @@ class Solved:
     row_prices: Floats | None = None  # of a relaxation: what the optimum gains for one unit of each row's limit
 
 
-@dataclass(slots=True)
 class ProgramBuilder:
     """Columns and rows so far. A negative column index in a row stands for a zero."""
 
-    _cost: list[Floats] = field(default_factory=list[Floats])
-    _high: list[Floats] = field(default_factory=list[Floats])
-    _integral: list[npt.NDArray[np.bool_]] = field(default_factory=list[npt.NDArray[np.bool_]])
-    _rows: list[Ints] = field(default_factory=list[Ints])
-    _columns: list[Ints] = field(default_factory=list[Ints])
-    _entries: list[Floats] = field(default_factory=list[Floats])
-    _row_low: list[Floats] = field(default_factory=list[Floats])
-    _row_high: list[Floats] = field(default_factory=list[Floats])
-    columns: int = 0
-    rows: int = 0
+    def __init__(self) -> None:
+        none, no_bools = np.zeros(0), np.zeros(0, dtype=np.bool_)
+        no_indices = np.zeros(0, dtype=np.int64)
+        self.columns = self.rows = 0
+        self._columns: list[tuple[Floats, Floats, npt.NDArray[np.bool_]]] = [
+            (none, none, no_bools)
+        ]  # cost, upper limit, integral
+        self._entries: list[tuple[Floats, Ints, Ints]] = [(none, no_indices, no_indices)]  # coefficient, row, column
+        self._limits: list[tuple[Floats, Floats]] = [(none, none)]
 
     def add_columns(self, cost: npt.ArrayLike, *, high: float = 1.0, integral: bool = True) -> Ints:
         """New columns from 0 to ``high``; returns their indices."""
         costs = np.asarray(cost, dtype=np.float64)
         count = len(costs)
-        self._cost.append(costs)
-        self._high.append(np.full(count, high))
-        self._integral.append(np.full(count, integral))
+        self._columns.append((costs, np.full(count, high), np.full(count, integral)))
         self.columns += count
         return np.arange(self.columns - count, self.columns, dtype=np.int64)
 
@@ -75,42 +68,37 @@ class ProgramBuilder:
         count = len(terms[0][0])
         index = np.arange(self.rows, self.rows + count, dtype=np.int64)
         for columns, coefficient in terms:
-            used = columns >= 0
-            self._rows.append(index[used])
-            self._columns.append(columns[used])
-            self._entries.append(np.full(int(used.sum()), coefficient))
-        self._row_low.append(np.broadcast_to(np.asarray(low, dtype=np.float64), (count,)))
-        self._row_high.append(np.broadcast_to(np.asarray(high, dtype=np.float64), (count,)))
-        self.rows += count
+            self._add_entries(np.full(count, coefficient), index, columns)
+        self._add_limits(count, low, high)
 
     def add_row(self, columns: Ints, entries: Floats, low: float = -np.inf, high: float = np.inf) -> None:
         """One row."""
+        self._add_entries(entries, np.full(len(columns), self.rows, dtype=np.int64), columns)
+        self._add_limits(1, low, high)
+
+    def _add_entries(self, entries: Floats, rows: Ints, columns: Ints) -> None:
         used = columns >= 0
-        self._rows.append(np.full(int(used.sum()), self.rows, dtype=np.int64))
-        self._columns.append(columns[used])
-        self._entries.append(entries[used])
-        self._row_low.append(np.array([low]))
-        self._row_high.append(np.array([high]))
-        self.rows += 1
+        self._entries.append((entries[used], rows[used], columns[used]))
+
+    def _add_limits(self, count: int, low: npt.ArrayLike, high: npt.ArrayLike) -> None:
+        self._limits.append((np.full(count, low, dtype=np.float64), np.full(count, high, dtype=np.float64)))
+        self.rows += count
 
     def build(self) -> Program:
         """The program."""
-        matrix = sparse.csr_matrix(
-            (_joined(self._entries), (_joined(self._rows), _joined(self._columns))), shape=(self.rows, self.columns)
-        )
+        cost, high, integral = (np.concatenate(parts) for parts in zip(*self._columns, strict=True))
+        entries, rows, columns = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
+        row_low, row_high = (np.concatenate(parts) for parts in zip(*self._limits, strict=True))
+        matrix = sparse.csr_matrix((entries, (rows, columns)), shape=(self.rows, self.columns))
         return Program(
-            cost=_joined(self._cost),
+            cost=cost,
             low=np.zeros(self.columns),
-            high=_joined(self._high),
-            integral=_joined(self._integral).astype(np.bool_),
+            high=high,
+            integral=integral.astype(np.bool_),
             matrix=matrix,
-            row_low=_joined(self._row_low),
-            row_high=_joined(self._row_high),
+            row_low=row_low,
+            row_high=row_high,
         )
-
-
-def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
-    return np.concatenate([np.zeros(0, dtype=parts[0].dtype if parts else np.float64), *parts])
 
 
 def dual_bound(program: Program, duals: Floats) -> float:

@@ -49,16 +49,6 @@ class ContractChains:
 
         A light op whose result is no smaller than its operands is never stored: it becomes part of each chain that reads it, on
         both sides of the boundary. Its operands are there in place of its result, and take no more.
-
-        Examples:
-            >>> from checkmate import Value
-            >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
-            >>> mm, mul = Op("mm", (), (0,), 50, kind="mm"), Op("mul", (0,), (1,), 10, kind="mul")
-            >>> total = Op("sum", (1,), (2,), 10, kind="sum")
-            >>> kinds = FusibleKinds(pointwise=frozenset({"mul"}), reductions=frozenset({"sum"}))
-            >>> chains = ContractChains.of(Graph((mm, mul, total), (x, y, z)), kinds)
-            >>> [op.name for op in chains.contracted.ops], chains.parts, chains.invert([0, 1])
-            (['mm', 'sum'], ((0,), (1, 2)), (0, 1, 2))
         """
         members: dict[int, list[int]] = {}
         for o, lasts in enumerate(_chain_ends(graph, kinds, rows)):

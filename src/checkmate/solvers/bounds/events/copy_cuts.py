@@ -39,30 +39,24 @@ def build_with_host(model: CutModel, event: int, host: HostMemory, least_ns: int
 
 def proven_ns(bound: float, model: CutModel, least_ns: int) -> float:
     """The bound on the end of every step that a bound on the program proves."""
-    total = _total_ns(model)
     # A plan with a larger b or a than the columns allow takes longer than that as a whole.
-    return min(least_ns + total * max(0.0, bound), max(least_ns, _LONGEST * total))
+    return min(least_ns + model.total * max(0.0, bound), max(least_ns, _LONGEST * model.total))
 
 
 _LONGEST = 8.0
 """Highest value of b and a, as a share of the cost of every op once."""
 
 
-def _total_ns(model: CutModel) -> float:
-    return max(1.0, float(model.cost.sum()))
-
-
 def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     """Columns of z, b, a and the wait, and their rows; all times are shares of the cost of every op once."""
     m, builder, (t,) = cut.model, cut.builder, cut.cuts
-    total = _total_ns(m)
     values = np.flatnonzero(cut.live[0] >= 0)
     fetched = cut.fetched[values] = builder.add_columns(np.zeros(len(values)))
     before, after = builder.add_columns(np.zeros(2), high=_LONGEST, integral=False)
     (wait,) = builder.add_columns(np.ones(1), high=2 * _LONGEST, integral=False)
     redo = cut.recomputed[0, 1]
     again = np.flatnonzero(redo >= 0)
-    columns, costs = redo[again], m.cost[again] / total
+    columns, costs = redo[again], m.cost[again] / m.total
     none, no_cost = columns[:0], costs[:0]
 
     def at_least(times: dict[int, float], columns: np.ndarray, entries: Floats, low: float) -> None:
@@ -71,26 +65,26 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
         builder.add_row(np.concatenate([np.array(list(times)), columns]), np.concatenate([factors, entries]), low=low)
 
     # b + a is at most the cost of all computations and the waits, which the objective sums.
-    at_least({wait: 1.0, before: -1.0, after: -1.0}, columns, costs, -least_ns / total)
+    at_least({wait: 1.0, before: -1.0, after: -1.0}, columns, costs, -least_ns / m.total)
     above, below = m.sides(t)
-    at_least({after: 1.0}, columns, -costs, (m.cost[t] + m.cost[below].sum()) / total)
-    at_least({before: 1.0}, none, no_cost, m.cost[above].sum() / total)
+    at_least({after: 1.0}, columns, -costs, (m.cost[t] + m.cost[below].sum()) / m.total)
+    at_least({before: 1.0}, none, no_cost, m.cost[above].sum() / m.total)
     size = m.size[values].astype(np.float64)
     room = host.bytes * (1 + BUDGET_SLACK) / max(1, host.bytes)
     builder.add_row(fetched, size / max(1, host.bytes), high=room)
-    copy_in = np.array([host.in_ns(int(s)) for s in size]) / total
-    copy_out = np.array([host.out_ns(int(s)) for s in size]) / total
+    copy_in = np.array([host.in_ns(int(s)) for s in size]) / m.total
+    copy_out = np.array([host.out_ns(int(s)) for s in size]) / m.total
     for k in _some(np.flatnonzero(below)[:-1]):
         upto, behind = m.sides(k)
         readers = upto & below
         readers[k] = True
         needed = np.isin(values, m.edge_value[readers[m.edge_op]])
-        at_least({after: 1.0}, fetched[needed], -copy_in[needed], (m.cost[k] + m.cost[behind].sum()) / total)
+        at_least({after: 1.0}, fetched[needed], -copy_in[needed], (m.cost[k] + m.cost[behind].sum()) / m.total)
     at_least({after: 1.0}, fetched, -copy_in, 0.0)
     for j in _some(np.flatnonzero(above)):
         ahead, following = m.sides(j)
         made = following[m.producer[values]] | (m.producer[values] == j)
-        at_least({before: 1.0}, fetched[made], -copy_out[made], (m.cost[j] + m.cost[ahead].sum()) / total)
+        at_least({before: 1.0}, fetched[made], -copy_out[made], (m.cost[j] + m.cost[ahead].sum()) / m.total)
     at_least({before: 1.0}, fetched, -copy_out, 0.0)
 
 

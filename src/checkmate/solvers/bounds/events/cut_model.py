@@ -38,6 +38,7 @@ class CutModel:
         self.producer = np.array(graph.producer, dtype=np.int64)
         self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
         self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
+        self.total = max(1.0, float(self.cost.sum()))  # of computing every op once, which bounds are shares of
         self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
         self.replay = np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.int64)
         self.again = np.array([*(may_run_again(problem, o) for o in range(self.end)), False], dtype=np.bool_)
@@ -71,6 +72,13 @@ class CutModel:
                 below[later] = True
                 self._sides[op] = above, below
         return self._sides[op]
+
+    def again_after(self, reached: Mask) -> Mask:
+        """Ops that may be computed again once some have surely run: none whose inputs one of those overwrites."""
+        again = self.again.copy()
+        for o in self.clobbered:
+            again[o] &= not reached[list(self.clobbers[o])].any()
+        return again
 
     def descendants(self, op: int) -> Mask:
         """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer, among ops that are no targets."""

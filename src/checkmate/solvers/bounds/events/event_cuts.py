@@ -185,10 +185,7 @@ class CutBuilder:
         reached[t] = True
         # Once an op that overwrites o's inputs has surely run, o cannot run again. A floating one may not have run yet:
         # assuming that it had would forbid recomputations that some plan makes, and the bound would be wrong.
-        again = m.again.copy()
-        for o in np.flatnonzero(again).tolist():
-            if m.clobbers[o] and any(reached[c] for c in m.clobbers[o]):
-                again[o] = False
+        again = m.again_after(reached)
         # S is about the moment at which the event begins, when t itself has still to read: t is not among ``above``. y is
         # about the time after, when t has run. A column that nothing can need would stay at 0; it is left out.
         useful_values, _ = self._useful(above, again)
@@ -237,9 +234,8 @@ class CutBuilder:
         without and 14.7 s with them.
         """
         m, last = self.model, len(self.cuts)
-        total = max(1.0, float(m.cost.sum()))
         for e in range(last):
-            self.recomputed[e, e + 1] = self._again_columns(e, m.cost / total)
+            self.recomputed[e, e + 1] = self._again_columns(e, m.cost / m.total)
         begins = last if self.all_segments else 0
         for e in range(begins):
             for f in range(e + 2, last):

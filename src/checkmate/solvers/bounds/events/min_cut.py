@@ -45,7 +45,6 @@ def single_event(model: CutModel, event: int, time_up: Flag) -> float:
 def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
     """As `single_event`, for what comes before another event begins; bounds of disjoint segments add up."""
     network = EventNetwork(model, event, until, time_up)
-    total = max(1.0, float(model.cost.sum()))
     # Without a price everything is held; at an infinite one as little as possible, whatever it costs.
     left = Line(0.0, float(network.held - network.room))
     if left.excess <= 0:
@@ -60,7 +59,7 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
             break
         price = (right.cost - left.cost) / (left.excess - right.excess)
         highest = left.cost + price * left.excess
-        if highest - best <= 2e-5 * total:
+        if highest - best <= 2e-5 * model.total:
             break
         value, runs = network.least_cost(price)
         best = max(best, value)
@@ -69,7 +68,7 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
             left = line
         else:
             right = line
-    return best / total
+    return best / model.total
 
 
 class EventNetwork:
@@ -92,18 +91,13 @@ class EventNetwork:
         reached = above.copy()
         reached[event] = True
         floating = ~reached & ~below & inside
-        again = m.again.copy()
-        for o in m.clobbered:
-            again[o] &= not reached[list(m.clobbers[o])].any()
-        count = m.end + 1
-        self.node = np.full(count, Network.SINK, dtype=np.int64)
+        again = m.again_after(reached)
+        self.node = np.full(m.end + 1, Network.SINK, dtype=np.int64)
         self.node[below] = Network.SOURCE
         self.node[event] = Network.SOURCE
+        late = self.node.copy()
         free = np.flatnonzero((above & again & inside) | floating)
         self.node[free] = np.arange(len(free)) + Network.FIRST
-        late = np.full(count, Network.SINK, dtype=np.int64)
-        late[below] = Network.SOURCE
-        late[event] = Network.SOURCE
         late[floating] = self.node[floating]
         both = np.flatnonzero(floating & again)
         late[both] = np.arange(len(both)) + Network.FIRST + len(free)
@@ -116,17 +110,13 @@ class EventNetwork:
         # late <= r, and late rises along the DAG.
         parents = m.parent_edges
         inside = floating[parents[:, 0]] & floating[parents[:, 1]]
-        self._forced = [
-            (late[both], self.node[both]),
-            (late[parents[inside, 0]], late[parents[inside, 1]]),
-        ]
+        self._forced = [(late[both], self.node[both]), (late[parents[inside, 0]], late[parents[inside, 1]])]
         self._add_values(m, event)
         self._network = Network(self._nodes, (self._paid, self._held), self._forced)
 
     def _add_values(self, m: CutModel, event: int) -> None:
         own = np.zeros(len(m.size), dtype=np.bool_)
-        own[m.inputs[event]] = True
-        own[m.outputs[event]] = True
+        own[[*m.inputs[event], *m.outputs[event]]] = True
         budget = m.problem.budget_bytes - m.problem.graph.resident_bytes
         self.room = budget - m.workspace[event] - int(m.size[own].sum())
         readers, maker = self.node[m.edge_op], self.node[m.producer]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -43,12 +43,8 @@ class Chain(NamedTuple):
 def first_bytes(graph: Graph, order: Iterable[int]) -> dict[int, int]:
     """Bytes held while each op of an order is computed for the first time, resident bytes included."""
     plan = Plan.from_order(graph, order)
-    timeline = simulate(graph, plan)
-    first: dict[int, int] = {}
-    for step, held in zip(plan.steps, timeline.bytes.tolist(), strict=True):
-        if isinstance(step, Compute):
-            first.setdefault(step.op, held)
-    return first
+    steps = zip(plan.steps, simulate(graph, plan).bytes.tolist(), strict=True)
+    return {step.op: held for step, held in reversed([*steps]) if isinstance(step, Compute)}
 
 
 def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]:
@@ -108,9 +104,7 @@ def single_cuts(
         if bound > best:
             best, best_event = bound, event
             prove(bound, model.any_order([event]))
-        if math.isinf(best) and best > 0:
-            return best_event
-        if out_of_time():
+        if best == math.inf or out_of_time():
             break
     return best_event
 
@@ -187,11 +181,6 @@ class Refinement:
     threads: int
     next_s: float = 0.0
     """Seconds that an integer program of one event more than the longest takes."""
-    _rank: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        targets = self.model.targets
-        self._rank = {o: i for i, o in enumerate(range(self.model.end) if targets is None else targets)}
 
     def run(self, chain: Chain, *, floating: bool, known: float = -math.inf) -> list[int]:
         """Refine from some first events until the bound is enough, nothing is violated, or time is up.
@@ -202,7 +191,7 @@ class Refinement:
         """
         first = chain.first
         # In a given order any targets form a chain; in any order only what the DAG orders does.
-        among = set(longest_chain(self.model) if self.model.targets is None else self._rank) | set(first)
+        among = {*(longest_chain(self.model) if self.model.targets is None else self.model.targets), *first}
         among = {o for o in among if all(self.model.comparable(f, o) for f in first)}
         cuts = sorted(set(first), key=self._before)
         while self.left_s() > 0.2:
@@ -259,7 +248,7 @@ class Refinement:
 
     def _before(self, op: int) -> int:
         """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
-        return self._rank.get(op, op)
+        return self.model.position.get(op, op)
 
     def _violated(self, order: list[int], among: set[int], chain: Chain, cuts: list[int], most: int) -> list[int]:
         """Events to add where a plan breaks the budget.
@@ -273,7 +262,7 @@ class Refinement:
         left_out = [prices[o] for o in prices if o not in cuts]
         unknown = sum(left_out) / max(1, len(left_out))
         broken = sorted(excess, key=lambda o: (o not in chain.peaks, -prices.get(o, unknown) * excess[o], -excess[o], o))
-        apart = max(1, len(self._rank) // 64)
+        apart = max(1, (len(self.model.position) or self.model.end) // 64)
         added: list[int] = []
         for others in (cuts, []) if most else ():
             for o in broken:
