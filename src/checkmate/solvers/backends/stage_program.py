@@ -70,35 +70,31 @@ class StageProgram:
             self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
             # A column fixed to 1 keeps the rows of all stages alike; presolve removes it.
             if t < self.ops:
-                self._fix(self.R[t, t : t + 1], 1.0)
+                self._fix(self.R[t, t : t + 1])
         for t in range(1, self.stages + 1):
             # Only values that exist by then, and that something can still read: the others would be 0 in every cheapest plan.
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
-        if len(kept):
-            self._fix(self.S[self.stages, kept], 1.0)
+        self._fix(self.S[self.stages, kept])
 
     def _useful(self, v: int, t: int) -> bool:
         """Whether a value can still be read from stage t on."""
         return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.readers[v])
 
-    def _fix(self, columns: np.ndarray, amount: float) -> None:
-        self.builder.add_rows([(columns, 1.0)], low=amount, high=amount)
+    def _fix(self, columns: np.ndarray) -> None:
+        self.builder.add_rows([(columns, 1.0)], low=1.0, high=1.0)
 
     def _add_dependences(self) -> None:
         """Rows: an op needs its inputs held or computed in the stage, and so does a value that is held in the next one."""
-        graph = self.graph
+        producer = np.array(self.graph.producer, dtype=np.int64)
         for t in range(self.stages):
             pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
-            if pairs:
-                values, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
-                made = self.R[t, np.array([graph.producer[v] for v in values], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, values], 1.0), (made, 1.0), (self.R[t, ops], -1.0)], low=0.0)
+            values, ops = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+            self.builder.add_rows([(self.S[t, values], 1.0), (self.R[t, producer[values]], 1.0), (self.R[t, ops], -1.0)], low=0.0)
             carried = np.flatnonzero(self.S[t + 1] >= 0)
-            if len(carried):
-                made = self.R[t, np.array([graph.producer[v] for v in carried], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
+            made = self.R[t, producer[carried]]
+            self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
 
     def _add_memory(self, t: int) -> None:
         """Rows: bytes at each place of a stage, as a share of the budget, by differences from the place before.
@@ -185,9 +181,7 @@ class StageProgram:
 
     def order(self, solution: Floats) -> list[int]:
         """Ops in the order in which an integer solution computes them."""
-        return [
-            o for t in range(self.stages) for o in range(self._width(t)) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
-        ]
+        return np.nonzero((self.R >= 0) & (solution[self.R] > 0.5))[1].tolist()
 
     def solution(self, order: list[int]) -> Floats | None:
         """Values of R for an order, NaN elsewhere; None if the order is not in stage form."""

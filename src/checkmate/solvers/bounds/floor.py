@@ -34,19 +34,18 @@ def floor(graph: Graph, *, copies: bool = False) -> Floor:
     """
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
-    best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
     pinned = _Pinned(graph, copies=copies)
-    worst = -1
+    worst, most = None, kept
     for o, op in enumerate(graph.ops):
-        inputs, outputs = _storages(graph, o)
-        need = sum(graph.values[v].size_bytes for v in inputs | outputs) + op.workspace_bytes
-        need += pinned.bytes_at(o, inputs | outputs)
-        if graph.resident_bytes + need > best.peak_bytes:
-            best, worst = Floor(graph.resident_bytes + need, o, ""), o
-    if worst < 0:
-        return best
+        own = set[int]().union(*_storages(graph, o))
+        need = sum(graph.values[v].size_bytes for v in own) + op.workspace_bytes + pinned.bytes_at(o, own)
+        if need > most:
+            worst, most = o, need
+    if worst is None:
+        return Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
     inputs, outputs = _storages(graph, worst)
-    return best._replace(why=_describe(graph, worst, inputs, outputs, pinned.at(worst, inputs | outputs)))
+    why = _describe(graph, worst, inputs, outputs, pinned.at(worst, inputs | outputs))
+    return Floor(graph.resident_bytes + most, worst, why)
 
 
 def _storages(graph: Graph, o: int) -> tuple[set[int], set[int]]:

@@ -74,14 +74,10 @@ def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> lis
     """Last ops of the chains that each op is in; the op itself if it is in none."""
     paired = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
     ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
-    readers: list[set[int]] = [set() for _ in graph.values]
-    for o, op in enumerate(graph.ops):
-        for v in op.inputs:
-            readers[v].add(o)
     ends = [frozenset({o}) for o in range(len(graph.ops))]
     for o in reversed(range(len(graph.ops))):  # readers first: an op joins the chains that its readers are in
         op = graph.ops[o]
-        chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in readers[v]))
+        chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in graph.readers[v]))
         fused = op.kind in kinds.pointwise or o in rows or _is_view(graph, op)
         if not chains or o in ordered or not fused or not _inside(graph, op) or not all(_closes(graph, kinds, c) for c in chains):
             continue
@@ -100,10 +96,9 @@ def _closes(graph: Graph, kinds: FusibleKinds, last: int) -> bool:
 
 def _is_light(graph: Graph, kinds: FusibleKinds, op: Op) -> bool:
     """Whether an op is computed again for each of its readers, from operands that take no more than its result."""
-    if _is_view(graph, op):
-        return True
     # Other operands, such as the mean of each row, are not counted up to a sixteenth of the result.
-    return op.kind in kinds.light and _bytes(graph, set(op.inputs)) <= (1 + 1 / 16) * _bytes(graph, op.outputs)
+    small = _bytes(graph, set(op.inputs)) <= (1 + 1 / 16) * _bytes(graph, op.outputs)
+    return _is_view(graph, op) or (op.kind in kinds.light and small)
 
 
 def _is_view(graph: Graph, op: Op) -> bool:

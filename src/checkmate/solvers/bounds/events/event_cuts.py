@@ -194,9 +194,8 @@ class CutBuilder:
         # computation is still to come, such as a dropout mask between its forward and its backward op.
         forced = np.zeros(len(m.size), dtype=np.bool_)
         forced[m.inputs[t]] = True
-        later = below[m.edge_op]
         read_later = np.zeros(len(m.size), dtype=np.bool_)
-        read_later[m.edge_value[later]] = True
+        read_later[m.edge_value[below[m.edge_op]]] = True
         if self.add_copies is None:
             forced |= read_later & ~again[m.producer]
         forced &= above[m.producer]
@@ -266,8 +265,7 @@ class CutBuilder:
         self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
         # An op that was recomputable after the first event may be overwritten, or useless, after the third: no column there.
         both = rest >= 0
-        if both.any():
-            self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
+        self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
 
     def _limit_memory(self, e: int) -> None:
         """Memory row of an event. Its constants are compared in exact bytes first: that alone may prove there is no plan."""
@@ -297,15 +295,12 @@ class CutBuilder:
         m, column = self.model, self.computed[e]
         values = np.flatnonzero(self.live[e] >= 0)
         values = values[column[m.producer[values]] >= 0]
-        if len(values):
-            self.builder.add_rows([(column[m.producer[values]], 1.0), (self.live[e, values], -1.0)], low=0.0)
-        pairs = [(p, o) for o in np.flatnonzero(column >= 0).tolist() for p in m.parents[o] if column[p] >= 0]
-        if pairs:
-            parents, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
-            self.builder.add_rows([(column[parents], 1.0), (column[ops], -1.0)], low=0.0)
+        self.builder.add_rows([(column[m.producer[values]], 1.0), (self.live[e, values], -1.0)], low=0.0)
+        parents, ops = column[m.parent_edges].T
+        float_both = (parents >= 0) & (ops >= 0)
+        self.builder.add_rows([(parents[float_both], 1.0), (ops[float_both], -1.0)], low=0.0)
         both = np.flatnonzero((column >= 0) & (self.computed[e + 1] >= 0))
-        if len(both):
-            self.builder.add_rows([(self.computed[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
+        self.builder.add_rows([(self.computed[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
 
     def _link(self, e: int, f: int) -> None:
         """Supply rows between events e and f (or the end): the three ways in which a value is needed there."""
@@ -332,8 +327,7 @@ class CutBuilder:
         again = [(1.0, self._y(e, f, ops))] if f == e + 1 else []
         self._supply(e, f, m.edge_value[moving], (1.0, self._x(f, ops)), (-1.0, self._x(e, ops)), *again)
         floating = np.flatnonzero(either & (redo >= 0) & (begun >= 0))
-        if len(floating):
-            self.builder.add_rows([(begun[floating], 1.0), (redo[floating], -1.0)], low=0.0)
+        self.builder.add_rows([(begun[floating], 1.0), (redo[floating], -1.0)], low=0.0)
 
     def _x(self, e: int, ops: Ints) -> _Term:
         columns = self.computed[e][ops]
@@ -355,8 +349,6 @@ class CutBuilder:
         given |= self.live[e, values] == NoColumn.ALWAYS_LIVE
         given |= self.unmodelled[e][producer] | self.unmodelled[f][producer]
         use = np.flatnonzero(~given)
-        if not len(use):
-            return
         v = values[use]
         supply = [(self.live[e, v], 1.0), (self.recomputed[e, f][producer[use]], 1.0), (self.fetched[v], 1.0)]
         supply += [(ended.columns[use], 1.0), (begun.columns[use], -1.0)]
