@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
-from checkmate.solvers.backends.stage_program import StageProgram, given_order_plan
+from checkmate.solvers.backends.stage_program import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from checkmate.solvers.tunables import TUNABLES
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats
@@ -49,7 +50,7 @@ class Milp:
         stages = StageProgram(folded)
         program = stages.build()
         self._prove_any_order(folded, session, fold)
-        quick = given_order_plan(folded, session)
+        quick = _given_order_plan(folded, session)
         if quick is not None:
             session.offer(fold.invert(quick))
 
@@ -75,8 +76,8 @@ class Milp:
             # The program's objective includes first computations, unlike that of event cuts.
             bound = solved.bound * scale + fold.cost_offset
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
-        limit = "" if solved.finished or solved.detail else "time"
-        return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit, solved.detail)
+        limit = "" if solved.finished else "time"
+        return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit)
 
     def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
         """Prove the bounds of single events."""
@@ -90,3 +91,15 @@ class Milp:
         until = session.elapsed_s() + 5.0  # enough to close the gap at many moderate budgets
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
+
+
+def _given_order_plan(problem: Problem, session: Session) -> list[int] | None:
+    """A quick plan whose first computations are in the graph's own order, to start the engine from; None if none is found."""
+    from checkmate.solvers.evict.search import Search
+
+    given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
+    search = Search(given, frozenset(), session.limits.seed, time_up=session.time_up)
+    if not search.first(out_of_time=lambda: session.left_s() <= 0):
+        return None
+    search.improve(400, TUNABLES.temperature, lambda: session.left_s() <= 0)  # a fraction of a second
+    return search.order()

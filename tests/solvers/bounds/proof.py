@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from checkmate import Problem
-from checkmate.solvers.bounds.events.event_cuts import PARAMETERS, Segments
+from checkmate.solvers.bounds.events.event_cuts import BUDGET_SLACK
 
 Term = tuple[float, object]
 
@@ -96,13 +96,13 @@ def least_share(
     floating: bool = True,
     targets: Sequence[int] | None = None,
     integral: bool = False,
-    segments: Segments = "end",
+    all_segments: bool = False,
 ) -> float:
     """Least recomputation of a program, as a share of computing every op once; infinite if no point satisfies it."""
     total = max(1, problem.graph.cost)
     ops = enumerate(problem.graph.ops)
     cost: dict[object, float] = {("y", e, e + 1, o): op.cost / total for o, op in ops for e in range(len(cuts))}
-    rows = stated_rows(problem, cuts, floating=floating, targets=targets, segments=segments)
+    rows = stated_rows(problem, cuts, floating=floating, targets=targets, all_segments=all_segments)
     return rows.least(cost, integral=integral)
 
 
@@ -112,7 +112,7 @@ def stated_rows(
     *,
     floating: bool = True,
     targets: Sequence[int] | None = None,
-    segments: Segments = "end",
+    all_segments: bool = False,
 ) -> Rows:
     """All rows of a program, over variables ``("X", e, o)``, ``("S", e, k)`` and ``("y", e, f, o)``."""
     graph = problem.graph
@@ -140,7 +140,7 @@ def stated_rows(
         )
     hidden.append(set())
     program.fixed.update({("X", last, o): 1.0 for o in range(end + 1)})
-    begins = {"end": 0, "first": 1, "all": last}[segments]
+    begins = last if all_segments else 0
     longer = [(e, f) for e in range(begins) for f in range(e + 2, last)]
     to_end = [(e, last) for e in range(last - 1)]
     pairs = [(e, e + 1) for e in range(last)] + longer + to_end
@@ -162,7 +162,7 @@ def stated_rows(
         scale = max(1, room)
         rest = [(graph.values[k].size_bytes / scale, ("S", e, k)) for k in range(len(graph.values)) if k not in outputs]
         states = [(graph.ops[o].replay_bytes / scale, ("y", e, last, o)) for o in sure]
-        program.at_most([*rest, *states], (room * (1 + PARAMETERS.budget_slack) - own) / scale)
+        program.at_most([*rest, *states], (room * (1 + BUDGET_SLACK) - own) / scale)
         for o in set(range(end)) - hidden[e]:
             for p in above[o] - hidden[e]:
                 program.at_most([(1.0, ("X", e, o)), (-1.0, ("X", e, p))], 0.0)

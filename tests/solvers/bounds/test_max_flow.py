@@ -7,7 +7,7 @@ from scipy import sparse
 from scipy.sparse.csgraph import maximum_flow
 
 from checkmate.solvers.alarm import no_alarm
-from checkmate.solvers.bounds.max_flow import build_arcs, max_flow
+from checkmate.solvers.bounds.max_flow import Network
 
 
 def random_network(seed: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
@@ -24,7 +24,7 @@ def test_the_flow_is_the_largest_and_its_cut_proves_it():
     positive = 0
     for seed in range(300):
         nodes, tails, heads, capacity = random_network(seed)
-        flow, near = max_flow(build_arcs(nodes, tails, heads), capacity, 0, 1, no_alarm())
+        flow, near = Network(nodes, [(tails, heads)]).flow(capacity, no_alarm())
         matrix = sparse.coo_matrix((capacity, (tails, heads)), shape=(nodes, nodes)).tocsr().astype(np.int32)
         matrix.setdiag(0)
         assert flow == maximum_flow(matrix, 0, 1).flow_value, seed
@@ -37,8 +37,8 @@ def test_the_flow_is_the_largest_and_its_cut_proves_it():
 
 def test_a_large_capacity_is_counted_exactly():
     """Capacities have 52 bits."""
-    arcs = build_arcs(3, np.array([0, 2]), np.array([2, 1]))
-    assert max_flow(arcs, np.array([2**52 + 1, 2**61]), 0, 1, no_alarm())[0] == 2**52 + 1
+    network = Network(3, [(np.array([0]), np.array([2]))], [(np.array([2]), np.array([1]))])
+    assert network.flow(np.array([2**52 + 1]), no_alarm())[0] == 2**52 + 1
 
 
 def test_a_raised_flag_ends_it():
@@ -47,5 +47,5 @@ def test_a_raised_flag_ends_it():
     flag[0] = 1
     for seed in range(50):
         nodes, tails, heads, capacity = random_network(seed)
-        arcs = build_arcs(nodes, tails, heads)
-        assert max_flow(arcs, capacity, 0, 1, flag)[0] <= max_flow(arcs, capacity, 0, 1, no_alarm())[0]
+        network = Network(nodes, [(tails, heads)])
+        assert network.flow(capacity, flag)[0] <= network.flow(capacity, no_alarm())[0]

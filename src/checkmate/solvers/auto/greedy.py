@@ -56,7 +56,7 @@ def _first_proof(run: Run) -> None:
 
     These are a few linear programs: often the first plan is within the gap, and the proof takes a tenth of a second.
     """
-    events, model = highest_events(run.graph, 4), run.any_order
+    events, model = highest_events(run.graph, 4, range(len(run.graph.ops))), run.any_order
     until_s = run.until("bounds of events of the first plans", 0.02)
     run.single_cuts(model, events, run.searches[0], lambda: _clearly_done(run) or run.session.elapsed_s() > until_s)
 

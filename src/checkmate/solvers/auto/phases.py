@@ -6,9 +6,9 @@ import math
 from functools import cache, partial
 
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.events.chains import Chain, EventChains
+from checkmate.solvers.bounds.events.chains import EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.events.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.bounds.events.refine import Chain, Refinement, chain_of, promising_events, quick_bound
 from checkmate.solvers.bounds.row import row_bound
 from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
 from checkmate.solvers.evict.search import Search
@@ -170,11 +170,17 @@ def _refine(
     # Integer programs stop at a part of the session's gap, because the search leaves a gap too. Near the engine's tolerance of
     # 1e-6 nothing is gained.
     gap = max(1e-5, limits.gap / 10)
-    refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=limits.threads)
-    events = refinement.run(
-        chain.first, run.enough_share, left_s, floating=floating, peaks=chain.peaks, prices=chain.prices, known=known
+    refinement = Refinement(
+        model=model,
+        search=search,
+        prove=partial(run.prove, search),
+        offer=run.offer,
+        enough=run.enough_share,
+        left_s=left_s,
+        gap=gap,
+        threads=limits.threads,
     )
-    return events, refinement.next_s
+    return refinement.run(chain, floating=floating, known=known), refinement.next_s
 
 
 def _search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search:

@@ -12,50 +12,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import highspy
 import numpy as np
 
 from checkmate.solvers.backends.program import Floats, Program, Solved, dual_bound, proves_infeasible
 
-_POLL_S: Final = 0.05
-"""Seconds between two looks for new solutions and Ctrl-C."""
-_LEAST_S: Final = 0.01
-"""Shortest time limit given to the engine, in seconds."""
-_GRACE_S: Final = 0.2
-"""Seconds beyond its limit after which the engine is told to stop, and as many more after which it is left behind."""
-_ENTRY_S: Final = 2e-6
-"""Seconds, for each entry of the matrix, that the engine may go on without a look at the clock: reading, presolve, factors.
-A program that cannot be interrupted within its limit is not begun."""
-
 
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
     """Solve the relaxation without integers.
 
-    Returns:
-        A bound that is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and
-        infeasibility only with a certificate that passes `proves_infeasible`.
+    The bound is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and infeasibility
+    is only believed with a certificate that passes `proves_infeasible`.
     """
-    unsolved = Solved(-math.inf, None, math.inf, False)
-    if not _can_stop(program, time_s):
-        return unsolved
     engine = _engine(program, time_s, 1)
+    if engine is None:
+        return Solved()
     engine.setOptionValue("solver", "simplex")
     if not _run(engine, time_s, deque(), None):
-        return unsolved
+        return Solved()
     status = engine.getModelStatus()
-    solution = engine.getSolution()
     if status == highspy.HighsModelStatus.kInfeasible:
-        answer, has_ray, ray = _dual_ray(engine)
-        proven = answer and has_ray and proves_infeasible(program, ray)
-        return Solved(math.inf if proven else -math.inf, None, math.inf, True)
+        answer, has_ray, ray = engine.getDualRay()[:3]
+        sound = answer == highspy.HighsStatus.kOk and has_ray
+        proven = sound and proves_infeasible(program, np.asarray(ray, dtype=np.float64))
+        return Solved(bound=math.inf if proven else -math.inf, finished=True)
+    solution = engine.getSolution()
     duals = np.asarray(solution.row_dual, dtype=np.float64)
     bound = dual_bound(program, duals) if len(duals) == len(program.row_low) else -math.inf
-    finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kModelEmpty)
-    values = np.asarray(solution.col_value, dtype=np.float64) if finished else None
-    objective = float(engine.getInfo().objective_function_value) if finished else math.inf
-    return Solved(bound, values, objective, finished, row_prices=duals if finished else None)
+    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kModelEmpty):
+        return Solved(bound=bound)
+    values = np.asarray(solution.col_value, dtype=np.float64)
+    return Solved(bound=bound, solution=values, finished=True, row_prices=duals)
 
 
 def solve_integer(
@@ -68,24 +57,16 @@ def solve_integer(
     start: Floats | None = None,
     on_solution: Callable[[Floats], None] | None = None,
 ) -> Solved:
-    """Solve the program with integers. The bound rests on the engine's tolerances.
+    """Solve the program with integers, up to a gap between bound and cost. The bound rests on the engine's tolerances.
 
-    Args:
-        program: The program.
-        time_s: Seconds it may take.
-        absolute_gap: Distance of bound and objective at which to stop.
-        cutoff: Solutions that cost this much or more are not wanted: the bound is not pushed beyond it.
-        threads: Threads it may use.
-        start: A solution to start from, NaN where unknown. Shape ``[column]``.
-        on_solution: Called with every better solution.
+    Solutions that cost the cutoff or more are not wanted, and the bound is not pushed beyond it. A start may be NaN where it is
+    not known; every better solution is passed on at once.
     """
-    unsolved = Solved(-math.inf, None, math.inf, False)
-    if not _can_stop(program, time_s):
-        return unsolved
     engine = _engine(program, time_s, threads)
+    if engine is None:
+        return Solved()
     integral = np.flatnonzero(program.integral).astype(np.int32)
-    kinds = np.full(len(integral), highspy.HighsVarType.kInteger)
-    engine.changeColsIntegrality(len(integral), integral, kinds)
+    engine.changeColsIntegrality(len(integral), integral, np.full(len(integral), highspy.HighsVarType.kInteger))
     engine.setOptionValue("mip_rel_gap", 0.0)
     engine.setOptionValue("mip_abs_gap", absolute_gap)
     # Restarts lose the tree; on event cuts the cutoff and no restarts together took a third off.
@@ -99,40 +80,29 @@ def solve_integer(
     if on_solution is not None:
         engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
     if not _run(engine, time_s, found, on_solution):
-        return unsolved
-    status = engine.getModelStatus()
-    info = engine.getInfo()
-    finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
+        return Solved()
+    status, info = engine.getModelStatus(), engine.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Solved(cutoff, None, math.inf, True)
+        return Solved(bound=cutoff, finished=True)
     bound = min(float(info.mip_dual_bound), cutoff)
     values = np.asarray(engine.getSolution().col_value, dtype=np.float64)
-    objective = float(info.objective_function_value)
-    solved = len(values) == len(program.cost) and info.primal_solution_status == 2
     return Solved(
         bound=bound if math.isfinite(bound) else -math.inf,
-        solution=values if solved else None,
-        objective=objective if solved else math.inf,
-        finished=finished,
+        solution=values if len(values) == len(program.cost) and info.primal_solution_status == 2 else None,
+        finished=status == highspy.HighsModelStatus.kOptimal,
     )
 
 
-def _can_stop(program: Program, time_s: float) -> bool:
-    return _ENTRY_S * program.matrix.nnz < time_s
-
-
 def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> bool:
-    """Run in another thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it.
+    """Run in another thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it; whether it has ended.
 
-    Solutions are passed on here, not in the engine's callback, where an exception would be lost. `highspy.Highs.startSolve` is
-    not used: its locks belong to the class, so that no two engines can run at a time, not even one beside another that is left
-    behind.
-
-    Returns:
-        Whether it has ended. One that neither keeps its limit nor hears of it goes on by itself and may not be touched.
+    Solutions are passed on here, not in the engine's callback, where an exception would be lost. An engine that neither keeps
+    its limit nor hears of it goes on by itself and may not be touched. `highspy.Highs.startSolve` is not used: its locks belong
+    to the class, so that no two engines can run at a time, not even one beside another that is left behind.
     """
     engine.HandleUserInterrupt = True
-    until = time.monotonic() + time_s + _GRACE_S
+    grace_s = 0.2  # beyond its limit the engine is told to stop, and after as much again it is left behind
+    until = time.monotonic() + time_s + grace_s
     ended = threading.Event()
 
     def work() -> None:
@@ -147,12 +117,12 @@ def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable
     try:
         finished = False
         while not finished:
-            finished = ended.wait(_POLL_S)
+            finished = ended.wait(0.05)  # between two looks for new solutions and Ctrl-C
             while found and on_solution is not None:
                 on_solution(found.popleft())
             if not finished and time.monotonic() > until:
                 engine.cancelSolve()
-                if not ended.wait(_GRACE_S):
+                if not ended.wait(grace_s):
                     # An engine that runs while the interpreter ends could crash it.
                     atexit.register(thread.join)
                     return False
@@ -165,6 +135,10 @@ def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable
 
 
 def _engine(program: Program, time_s: float, threads: int) -> Any:
+    """An engine with a program; None if there is so little time that it could not be interrupted within it."""
+    # For each entry of the matrix it may go on for 2 us without a look at the clock: reading, presolve, factors.
+    if 2e-6 * program.matrix.nnz >= time_s:
+        return None
     model = highspy.HighsLp()
     model.num_col_ = len(program.cost)
     model.num_row_ = len(program.row_low)
@@ -181,13 +155,6 @@ def _engine(program: Program, time_s: float, threads: int) -> Any:
     engine.setOptionValue("output_flag", False)
     engine.setOptionValue("threads", threads)
     if math.isfinite(time_s):
-        engine.setOptionValue("time_limit", float(max(time_s, _LEAST_S)))
+        engine.setOptionValue("time_limit", float(max(time_s, 0.01)))
     engine.passModel(model)
     return engine
-
-
-def _dual_ray(engine: Any) -> tuple[bool, bool, Floats]:
-    answer = engine.getDualRay()
-    status, has_ray = answer[0], bool(answer[1])
-    ray = np.asarray(answer[2], dtype=np.float64) if has_ray else np.zeros(0)
-    return status == highspy.HighsStatus.kOk, has_ray, ray

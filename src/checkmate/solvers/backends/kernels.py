@@ -65,19 +65,15 @@ def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def accessed(*values: Any) -> Any:
-        for again in (True, False):
+        try:
             try:
                 return access(*values)
-            except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes mean to pickle
-                reason = f"{type(error).__name__}: {error}"
-            try:
-                if again:
-                    files.flush()  # an empty index
-            except OSError as error:
-                reason = f"{type(error).__name__}: {error}"
-                break
-        _warn(reason)
-        return None
+            except Exception:  # noqa: BLE001 - a damaged file raises whatever its bytes mean to pickle
+                files.flush()  # an empty index
+                return access(*values)
+        except Exception as error:  # noqa: BLE001
+            _warn(f"{type(error).__name__}: {error}")
+            return None
 
     return accessed
 

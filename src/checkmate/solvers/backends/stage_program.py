@@ -10,55 +10,16 @@ That gives the same plans and a tighter relaxation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.solvers.reductions.fold_views import may_run_again
-from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartParameters:
-    """Parameters of `given_order_plan`: a plan in a fraction of a second, from which an engine starts.
-
-    Attributes:
-        decodes: Sequences to decode after the greedy plans.
-        temperature: Start of the temperature, as a share of the cost.
-    """
-
-    decodes: int = 400
-    temperature: float = 6e-4
-
-
-PARAMETERS = WarmStartParameters()
-
-
-def inputs_with_storage(graph: Graph) -> list[list[int]]:
-    """Values that each op needs. Shape ``[op]`` of lists.
-
-    A view that folding left is taken to need its storage's owner too, which can only rule plans out.
-    """
-    return [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
-
-
-def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
-    """A quick plan whose first computations are in the graph's own order, to start an engine from; None if none is found."""
-    from checkmate.solvers.evict.search import Search
-
-    given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
-    search = Search(given, frozenset(), session.limits.seed, time_up=session.time_up)
-    if not search.first(out_of_time=lambda: session.left_s() <= 0):
-        return None
-    search.improve(PARAMETERS.decodes, PARAMETERS.temperature, lambda: session.left_s() <= 0)
-    return search.order()
 
 
 class StageProgram:
@@ -75,7 +36,8 @@ class StageProgram:
         self.graph = graph = problem.graph
         self.ops = len(graph.ops)
         self.budget = problem.budget_bytes - graph.resident_bytes
-        self.inputs = inputs_with_storage(graph)
+        # A view that folding left is taken to need its storage's owner too, which can only rule plans out.
+        self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for o, inputs in enumerate(self.inputs):
             for v in inputs:
@@ -108,35 +70,31 @@ class StageProgram:
             self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
             # A column fixed to 1 keeps the rows of all stages alike; presolve removes it.
             if t < self.ops:
-                self._fix(self.R[t, t : t + 1], 1.0)
+                self._fix(self.R[t, t : t + 1])
         for t in range(1, self.stages + 1):
             # Only values that exist by then, and that something can still read: the others would be 0 in every cheapest plan.
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
-        if len(kept):
-            self._fix(self.S[self.stages, kept], 1.0)
+        self._fix(self.S[self.stages, kept])
 
     def _useful(self, v: int, t: int) -> bool:
         """Whether a value can still be read from stage t on."""
         return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.readers[v])
 
-    def _fix(self, columns: np.ndarray, amount: float) -> None:
-        self.builder.add_rows([(columns, 1.0)], low=amount, high=amount)
+    def _fix(self, columns: np.ndarray) -> None:
+        self.builder.add_rows([(columns, 1.0)], low=1.0, high=1.0)
 
     def _add_dependences(self) -> None:
         """Rows: an op needs its inputs held or computed in the stage, and so does a value that is held in the next one."""
-        graph = self.graph
+        producer = np.array(self.graph.producer, dtype=np.int64)
         for t in range(self.stages):
             pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
-            if pairs:
-                values, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
-                made = self.R[t, np.array([graph.producer[v] for v in values], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, values], 1.0), (made, 1.0), (self.R[t, ops], -1.0)], low=0.0)
+            values, ops = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+            self.builder.add_rows([(self.S[t, values], 1.0), (self.R[t, producer[values]], 1.0), (self.R[t, ops], -1.0)], low=0.0)
             carried = np.flatnonzero(self.S[t + 1] >= 0)
-            if len(carried):
-                made = self.R[t, np.array([graph.producer[v] for v in carried], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
+            made = self.R[t, producer[carried]]
+            self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
 
     def _add_memory(self, t: int) -> None:
         """Rows: bytes at each place of a stage, as a share of the budget, by differences from the place before.
@@ -222,14 +180,8 @@ class StageProgram:
             add(o + 1, after, float(op.replay_bytes))
 
     def order(self, solution: Floats) -> list[int]:
-        """Ops in the order in which a solution computes them.
-
-        Args:
-            solution: An integer solution. Shape ``[column]``.
-        """
-        return [
-            o for t in range(self.stages) for o in range(self._width(t)) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
-        ]
+        """Ops in the order in which an integer solution computes them."""
+        return np.nonzero((self.R >= 0) & (solution[self.R] > 0.5))[1].tolist()
 
     def solution(self, order: list[int]) -> Floats | None:
         """Values of R for an order, NaN elsewhere; None if the order is not in stage form."""
@@ -245,22 +197,15 @@ class StageProgram:
         return start
 
     def held(self, solution: Floats) -> Floats:
-        """Share of each value that a solution of the relaxation holds when a stage begins. Shape ``[stage + 1, value]``.
-
-        Args:
-            solution: The solution. Shape ``[column]``.
-        """
+        """Share of each value that a solution of the relaxation holds when a stage begins. Shape ``[stage + 1, value]``."""
         return np.where(self.S >= 0, solution[self.S], 0.0)
 
     def rounded(self, held: npt.NDArray[np.bool_]) -> list[int]:
         """Order with the fewest computations for a choice of held values (Jain et al. 2020, algorithm 2, second phase).
 
-        Given S, R is the least that satisfies the dependences: in each stage the op itself and whatever is newly held at its
-        end, then, from the last op back, their inputs that are not held. Values that may not be made again, and storages
-        with views that are tied to a place, are always held.
-
-        Args:
-            held: Whether a value is held when a stage begins. Shape ``[stage + 1, value]``.
+        Given S, whether a value is held when a stage begins, R is the least that satisfies the dependences: in each stage the op
+        itself and whatever is newly held at its end, then, from the last op back, their inputs that are not held. Values that may
+        not be made again, and storages with views that are tied to a place, are always held.
         """
         graph = self.graph
         held = held.copy()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 
-_MOST_PINNED: Final = 4096
-"""Values that can be made only once to count at most: two bits for each and each op are 100 MB on 100,000 ops."""
-
 
 class Floor(NamedTuple):
-    """A proven lower bound on the peak of every plan.
+    """A proven lower bound on the peak of every plan: resident bytes included, with the op that sets it and the reason in words.
 
-    Attributes:
-        peak_bytes: The bound, resident bytes included.
-        op: Op that sets it, or None if the kept values at the end do.
-        why: Its parts in words, for error messages.
+    There is no op where the kept values at the end decide.
     """
 
     peak_bytes: int
@@ -40,16 +34,18 @@ def floor(graph: Graph, *, copies: bool = False) -> Floor:
     """
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
-    best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
     pinned = _Pinned(graph, copies=copies)
-    worst = -1
+    worst, most = None, kept
     for o, op in enumerate(graph.ops):
-        inputs, outputs = _storages(graph, o)
-        need = sum(graph.values[v].size_bytes for v in inputs | outputs) + op.workspace_bytes
-        need += pinned.bytes_at(o, inputs | outputs)
-        if graph.resident_bytes + need > best.peak_bytes:
-            best, worst = Floor(graph.resident_bytes + need, o, ""), o
-    return best if worst < 0 else best._replace(why=_describe(graph, worst, *_storages(graph, worst), pinned))
+        own = set[int]().union(*_storages(graph, o))
+        need = sum(graph.values[v].size_bytes for v in own) + op.workspace_bytes + pinned.bytes_at(o, own)
+        if need > most:
+            worst, most = o, need
+    if worst is None:
+        return Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
+    inputs, outputs = _storages(graph, worst)
+    why = _describe(graph, worst, inputs, outputs, pinned.at(worst, inputs | outputs))
+    return Floor(graph.resident_bytes + most, worst, why)
 
 
 def _storages(graph: Graph, o: int) -> tuple[set[int], set[int]]:
@@ -61,32 +57,31 @@ def _storages(graph: Graph, o: int) -> tuple[set[int], set[int]]:
 class _Pinned:
     """Values that are made only once, and while which ops they are surely there.
 
-    Sets of them are the bits of integers, and a union is one operation. At most `_MOST_PINNED` values, the largest, are
-    counted, so that memory grows with the ops and not with their square; the rest would only raise the bound.
+    Sets of them are the bits of integers, and a union is one operation. At most 4096 values, the largest, are counted: two bits
+    for each and each op are 100 MB on 100,000 ops. The rest would only raise the bound.
     """
 
     def __init__(self, graph: Graph, *, copies: bool) -> None:
         once = [v for v, x in enumerate(graph.values) if x.size_bytes and not graph.ops[graph.producer[v]].recomputable]
         if copies:  # they may be on the host
             once = []
-        self._values = sorted(once, key=lambda v: (-graph.values[v].size_bytes, v))[:_MOST_PINNED]
-        self._size = [graph.values[v].size_bytes for v in self._values]
-        self._bit = {v: 1 << i for i, v in enumerate(self._values)}
+        once = sorted(once, key=lambda v: (-graph.values[v].size_bytes, v))[:4096]
+        self._size = [graph.values[v].size_bytes for v in once]
+        self._bit = {v: 1 << i for i, v in enumerate(once)}
         self._sums: dict[int, int] = {}
         count = len(graph.ops)
         made, read = [0] * count, [0] * count
-        kept = 0
+        kept = sum(bit for v, bit in self._bit.items() if graph.values[v].kept)
         for v, bit in self._bit.items():
             made[graph.producer[v]] |= bit
-            kept |= bit if graph.values[v].kept else 0
             # ``graph.readers`` has reads of the owner itself; a reader of a view is not among them, so a storage that only
             # views need later is left out here. That loosens the bound, and never makes it wrong.
             for reader in graph.readers[v]:
                 read[reader] |= bit
-        # Made by a strict ancestor of each op, and read by a strict descendant. Shape ``[op]``.
+        # Made by a strict ancestor of each op, and read by a strict descendant.
         before, after = [0] * count, [kept] * count
-        if self._values:
-            parents = _parents(graph)
+        if once:
+            parents = parents_of(graph)
             for o in range(count):
                 for p in parents[o]:
                     before[o] |= before[p] | made[p]
@@ -95,9 +90,9 @@ class _Pinned:
                     after[p] |= after[o] | read[o]
         self._there = [b & a for b, a in zip(before, after, strict=True)]
 
-    def at(self, o: int, own: set[int]) -> list[int]:
+    def at(self, o: int, own: set[int]) -> set[int]:
         """Values there while an op first runs, beside its own storages."""
-        return [v for v, bit in self._bit.items() if self._there[o] & bit and v not in own]
+        return {v for v, bit in self._bit.items() if self._there[o] & bit and v not in own}
 
     def bytes_at(self, o: int, own: set[int]) -> int:
         """Their bytes."""
@@ -108,35 +103,39 @@ class _Pinned:
         return self._sums[there] - counted
 
 
-def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], pinned: _Pinned) -> str:
-    op, waiting = graph.ops[o], set(pinned.at(o, inputs | outputs))
-    parts = [
-        f"its {len(inputs)} inputs ({format_bytes(_total(graph, inputs))})"
-        if len(inputs) != 1
-        else f"its input ({format_bytes(_total(graph, inputs))})"
-    ]
+def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting: set[int]) -> str:
+    op = graph.ops[o]
+
+    def total(values: set[int]) -> str:
+        return format_bytes(sum(graph.values[v].size_bytes for v in values))
+
+    def some(noun: str, values: set[int]) -> str:
+        return f"its {noun} ({total(values)})" if len(values) == 1 else f"its {len(values)} {noun}s ({total(values)})"
+
+    parts = [some("input", inputs)]
     if outputs:  # an output that takes the place of an input needs nothing
-        parts.append(
-            f"its output ({format_bytes(_total(graph, outputs))})"
-            if len(outputs) == 1
-            else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})"
-        )
+        parts.append(some("output", outputs))
     if op.workspace_bytes:
         parts.append(f"{format_bytes(op.workspace_bytes)} of workspace")
     if waiting:
-        parts.append(f"{format_bytes(_total(graph, waiting))} that cannot be made again")
-    where = f" ({op.source})" if op.source else ""
+        parts.append(f"{total(waiting)} that cannot be made again")
     needed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     beside = f", beside {format_bytes(graph.resident_bytes)} that no plan can change" if graph.resident_bytes else ""
-    return f"`{op.name}`{where} alone needs {needed} at once{beside}"
+    return f"{name_of(graph, o)} alone needs {needed} at once{beside}"
 
 
-def _total(graph: Graph, values: set[int]) -> int:
-    return sum(graph.values[v].size_bytes for v in values)
+def name_of(graph: Graph, o: int) -> str:
+    """An op by its name, with the place in the source that it comes from, as far as that is known."""
+    op = graph.ops[o]
+    return f"`{op.name}` ({op.source})" if op.source else f"`{op.name}`"
 
 
-def _parents(graph: Graph) -> list[set[int]]:
-    """Ops whose first computation precedes that of each op by data, `order` and `clobbered_by`. Shape ``[op]``."""
+def parents_of(graph: Graph) -> list[set[int]]:
+    """Ops whose first computation precedes that of each op.
+
+    They do by data, `order`, and `clobbered_by`: an op that overwrites what another reads comes after it. All three hold in every
+    plan, and leaving one out would only loosen a bound.
+    """
     parents: list[set[int]] = [{graph.producer[v] for v in op.inputs} for op in graph.ops]
     for a, b in graph.order:
         parents[b].add(a)

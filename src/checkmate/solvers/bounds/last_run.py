@@ -21,8 +21,6 @@ lower bound on the peak of every plan, for every M. Here M are the ops that need
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,103 +28,51 @@ import numpy.typing as npt
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.solvers.alarm import Flag, no_alarm
-from checkmate.solvers.bounds.max_flow import Arcs, build_arcs, max_flow
-
-_SOURCE: Final = 0
-_SINK: Final = 1
-_FIRST: Final = 2
-_UNLIMITED: Final = 1 << 60
+from checkmate.solvers.bounds.floor import Floor, name_of
+from checkmate.solvers.bounds.max_flow import Network
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastRunParameters:
-    """Parameters of `last_run_floor`.
+def last_run_floor(
+    graph: Graph, known_bytes: int, time_up: Flag | None = None, *, most_ops: int = 30_000, work: int = 4_000_000
+) -> Floor | None:
+    """The highest floor that is found above one that is known; its op is the last to run in a plan that comes nearest.
 
-    Attributes:
-        work: Entries of the networks of all flows together: some seconds. Counted, so that the floor does not depend on the
-            machine.
-        most_ops: Largest graph.
-    """
-
-    work: int = 4_000_000
-    most_ops: int = 30_000
-
-
-PARAMETERS = LastRunParameters()
-
-
-class LastRun(NamedTuple):
-    """A proven lower bound on the peak of every plan.
-
-    Attributes:
-        peak_bytes: The bound, resident bytes included.
-        op: Op that would be the last of its set to run in a plan that comes nearest.
-        least_bytes: The set: all ops that need at least so many bytes.
-        why: Its parts in words.
-    """
-
-    peak_bytes: int
-    op: int
-    least_bytes: int
-    why: str
-
-
-def last_run_floor(graph: Graph, known_bytes: int, time_up: Flag | None = None) -> LastRun | None:
-    """A floor above one that is known.
-
-    Args:
-        graph: A graph whose views are folded; a view that is left has no bytes here, which loosens the floor.
-        known_bytes: A floor, resident bytes included.
-        time_up: Ends it when it is raised, with the floor so far; by default nothing does.
-
-    Returns:
-        The highest floor that was found, or None where none is above the one that is known.
+    A view that was not folded has no bytes here, which loosens the floor. It ends with the floor so far where the flag is raised,
+    and after so much work, which takes some seconds: arcs and nodes of all flows together, so that the floor does not depend on
+    the machine.
     """
     time_up = no_alarm() if time_up is None else time_up
     kept = sum(x.size_bytes for x in graph.values if x.kept)
-    if not kept or len(graph.ops) > PARAMETERS.most_ops:
+    if not kept or len(graph.ops) > most_ops:
         return None
-    network = _Network(graph)
-    left = PARAMETERS.work
-    best: LastRun | None = None
+    cuts = _LastRuns(graph)
+    best: Floor | None = None
     # No floor of a set is higher than all kept values beside the least need in it.
-    for least in sorted({n for n in network.need if n + kept + graph.resident_bytes > known_bytes}, reverse=True):
+    for least in sorted({n for n in cuts.need if n + kept + graph.resident_bytes > known_bytes}, reverse=True):
         known = known_bytes if best is None else best.peak_bytes
-        ops = [o for o, n in enumerate(network.need) if n >= least]
-        last, again = network.last_and_after(ops)
-        lowest, binding = _UNLIMITED, -1
-        for o in sorted(last, key=lambda o: (network.need[o], o)):
-            left -= network.entries
-            beside = network.least_beside(o, again, time_up)
-            if left < 0 or time_up[0]:
+        last, again = cuts.last_and_after([o for o, n in enumerate(cuts.need) if n >= least])
+        lowest, binding = Network.UNLIMITED, -1
+        for o in sorted(last, key=lambda o: (cuts.need[o], o)):
+            work -= cuts.network.size
+            beside = cuts.least_beside(o, again, time_up)
+            if work < 0 or time_up[0]:
                 return best
-            if network.need[o] + beside < lowest:
-                lowest, binding = network.need[o] + beside, o
+            if cuts.need[o] + beside < lowest:
+                lowest, binding = cuts.need[o] + beside, o
             if graph.resident_bytes + lowest <= known:
                 break
         else:
-            best = LastRun(graph.resident_bytes + lowest, binding, least, _describe(graph, network, binding, least, lowest))
+            need = cuts.need[binding]
+            why = (
+                f"when the last of the ops that need {format_bytes(least)} or more runs, at best {name_of(graph, binding)}, its "
+                f"{format_bytes(need)} and {format_bytes(lowest - need)} for the values kept to the end must be there"
+            )
+            best = Floor(graph.resident_bytes + lowest, binding, why)
     return best
 
 
-def _describe(graph: Graph, network: _Network, o: int, least: int, lowest: int) -> str:
-    op, need = graph.ops[o], network.need[o]
-    where = f" ({op.source})" if op.source else ""
-    return (
-        f"when the last of the ops that need {format_bytes(least)} or more runs, at best `{op.name}`{where}, its "
-        f"{format_bytes(need)} and {format_bytes(lowest - need)} for the values kept to the end must be there"
-    )
-
-
-class _Network:
-    """The network of all cuts: their capacities differ, its arcs do not.
-
-    A node for each op (r of the module) and one for each value (the *or* of what its readers need).
-
-    Attributes:
-        need: Bytes of the inputs, outputs and workspace of each op. Shape ``[op]``.
-        entries: Arcs and nodes, the unit of work.
-    """
+class _LastRuns:
+    """The network of all cuts: a node for each op (r of the module) and one for each value (the *or* of its readers' needs)."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -134,24 +80,19 @@ class _Network:
         self._size = np.array([x.size_bytes if x.base is None else 0 for x in graph.values], dtype=np.int64)
         self._producer = np.array(graph.producer, dtype=np.int64)
         self._own = [np.array(sorted({*op.inputs, *op.outputs}), dtype=np.int64) for op in graph.ops]
+        # Bytes of the inputs, outputs and workspace of each op.
         self.need = [op.workspace_bytes + int(self._size[own].sum()) for op, own in zip(graph.ops, self._own, strict=True)]
-        node = np.arange(values, dtype=np.int64) + _FIRST + ops
+        node = np.arange(values, dtype=np.int64) + Network.FIRST + ops
         kept = np.flatnonzero([x.kept for x in graph.values])
         reads = np.array([(o, v) for o, op in enumerate(graph.ops) for v in op.inputs], dtype=np.int64).reshape(-1, 2)
-        # The first arcs have no limit: what is needed. Then for each value: its op runs again, or it is held.
-        tails = [np.full(len(kept), _SOURCE, dtype=np.int64), reads[:, 0] + _FIRST, node, node]
-        heads = [node[kept], node[reads[:, 1]], self._producer + _FIRST, np.full(values, _SINK, dtype=np.int64)]
-        self._unlimited = len(kept) + len(reads)
-        self._arcs: Arcs = build_arcs(_FIRST + ops + values, np.concatenate(tails), np.concatenate(heads))
-        self.entries = len(self._arcs.head) + len(self._arcs.start)
+        again, held = (node, self._producer + Network.FIRST), (node, np.full(values, Network.SINK))
+        needed = (np.full(len(kept), Network.SOURCE), node[kept]), (reads[:, 0] + Network.FIRST, node[reads[:, 1]])
+        self.network = Network(Network.FIRST + ops + values, (again, held), needed)
 
     def last_and_after(self, ops: Collection[int]) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Those of some ops that may be the last of them to run, and the ops that may run after it.
+        """Those of some ops that may be the last of them to run, and whether each op may run after it. Shape ``[op]``.
 
         An ancestor of one of them that may run only once has run before that one: it is not the last, and does not run again.
-
-        Returns:
-            The ops that may be the last, in the order given, and whether each op may run after it. Shape ``[op]``.
         """
         graph, chosen = self._graph, set(ops)
         before = [False] * len(graph.ops)
@@ -166,15 +107,10 @@ class _Network:
     def least_beside(self, op: int, again: npt.NDArray[np.bool_], time_up: Flag) -> int:
         """Least bytes beside those of an op while it runs for the last time, if of the others only some may run after it.
 
-        Args:
-            op: The op.
-            again: Those that may. Shape ``[op]``.
-            time_up: Ends the flow when it is raised; what is returned then is lower.
+        Less, if the time is up before the flow is found.
         """
         made = again[self._producer]
         capacity = np.concatenate([np.where(made, self._size, 0), np.where(made, 0, self._size)])
         for v in self._own[op].tolist():  # there in any case
             capacity[v] = capacity[len(self._size) + v] = 0
-        whole = np.concatenate([np.full(self._unlimited, _UNLIMITED, dtype=np.int64), capacity])
-        flow, _ = max_flow(self._arcs, whole, _SOURCE, _SINK, time_up)
-        return flow
+        return self.network.flow(capacity, time_up)[0]

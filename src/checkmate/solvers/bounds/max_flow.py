@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,78 +15,59 @@ from checkmate.solvers.alarm import Flag
 from checkmate.solvers.backends.kernels import kernel
 
 Ints = npt.NDArray[np.int64]
+Pairs = Sequence[tuple[Ints, Ints]]
+"""Arcs in parts, each with the nodes that they leave and those that they lead to."""
 
 
-class Arcs(NamedTuple):
-    """Arcs and their reverses, node after node.
+class _Arcs(NamedTuple):
+    """Arcs and their reverses, node after node."""
 
-    Attributes:
-        start: First arc of each node. Shape ``[node + 1]``.
-        head: Node that each arc leads to. Shape ``[arc]``.
-        back: The reverse of each arc. Shape ``[arc]``.
-        given: Place of each given arc among all. Shape ``[given arc]``.
+    start: Ints  # first arc of each node, shape [node + 1]
+    head: Ints  # node that each arc leads to
+    back: Ints  # the reverse of each arc
+
+
+class Network:
+    """Arcs between nodes, from a source to a sink. Flows differ in the capacities of some arcs; the others have no limit.
+
+    `size` counts arcs and nodes: the work of a flow grows with it.
     """
 
-    start: Ints
-    head: Ints
-    back: Ints
-    given: Ints
+    SOURCE: Final = 0
+    SINK: Final = 1
+    FIRST: Final = 2  # the first of the other nodes
+    UNLIMITED: Final = 2**61  # no cut of interest has as much
 
+    def __init__(self, nodes: int, limited: Pairs, unlimited: Pairs = ()) -> None:
+        none = np.zeros(0, dtype=np.int64)
+        tails, heads = (np.concatenate([none, *part]) for part in zip(*limited, *unlimited, strict=True))
+        self._unlimited = sum(len(tail) for tail, _ in unlimited)
+        count = len(tails)
+        tail = np.concatenate([tails, heads])
+        order = np.argsort(tail, kind="stable")
+        place = np.empty(2 * count, dtype=np.int64)
+        place[order] = np.arange(2 * count)
+        partner = (np.arange(2 * count) + count) % max(1, 2 * count)
+        start = np.zeros(nodes + 1, dtype=np.int64)
+        np.cumsum(np.bincount(tail, minlength=nodes), out=start[1:])
+        self._given = place[:count]  # place of each given arc among all
+        self._arcs = _Arcs(start, np.concatenate([heads, tails])[order], place[partner[order]])
+        self.size = 2 * count + nodes + 1
 
-def build_arcs(nodes: int, tails: Ints, heads: Ints) -> Arcs:
-    """Arcs in rows.
+    def flow(self, capacity: Ints, time_up: Flag) -> tuple[int, npt.NDArray[np.bool_]]:
+        """The largest flow, or a smaller one if the time is up before it is found, for the capacity of each limited arc.
 
-    Args:
-        nodes: Number of nodes.
-        tails: Node that each arc leaves. Shape ``[given arc]``.
-        heads: Node that it leads to. Shape ``[given arc]``.
-    """
-    count = len(tails)
-    tail = np.concatenate([tails, heads])
-    order = np.argsort(tail, kind="stable")
-    place = np.empty(2 * count, dtype=np.int64)
-    place[order] = np.arange(2 * count)
-    partner = (np.arange(2 * count) + count) % max(1, 2 * count)
-    start = np.zeros(nodes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(tail, minlength=nodes), out=start[1:])
-    return Arcs(start, np.concatenate([heads, tails])[order], place[partner[order]], place[:count])
-
-
-def max_flow(arcs: Arcs, capacity: Ints, source: int, sink: int, time_up: Flag) -> tuple[int, npt.NDArray[np.bool_]]:
-    """The largest flow, or a smaller one if the time is up before it is found.
-
-    Args:
-        arcs: The arcs.
-        capacity: Capacity of each given arc, zero or more; no cut of interest has 2^62 in all. Shape ``[given arc]``.
-        source: Node that the flow leaves.
-        sink: Node that it goes to.
-        time_up: Ends the search when it is raised.
-
-    Returns:
-        The flow, and whether each node can still be reached from the source: the source's side of a smallest cut, if the flow
-        is a largest one. Shape ``[node]``.
-    """
-    left = np.zeros(len(arcs.head), dtype=np.int64)
-    left[arcs.given] = capacity
-    nodes = len(arcs.start) - 1
-    level = np.empty(nodes, dtype=np.int32)
-    work = _Work(*(np.empty(nodes + 1, dtype=np.int64) for _ in range(3)))
-    flow = _dinic(arcs, left, source, sink, level, work, time_up)
-    return int(flow), level >= 0
-
-
-class _Work(NamedTuple):
-    """Working arrays of the kernels.
-
-    Attributes:
-        queue: Nodes in the order of their distances. Shape ``[node + 1]``.
-        place: Arc that each node is at. Shape ``[node + 1]``.
-        path: Arcs from the source to the node that the search is at. Shape ``[node + 1]``.
-    """
-
-    queue: Ints
-    place: Ints
-    path: Ints
+        The second is whether each node can still be reached from the source: the source's side of a smallest cut, if the flow is
+        a largest one.
+        """
+        left = np.zeros(len(self._arcs.head), dtype=np.int64)
+        left[self._given] = np.append(capacity, np.full(self._unlimited, self.UNLIMITED))
+        nodes = len(self._arcs.start) - 1
+        level = np.empty(nodes, dtype=np.int32)
+        # Nodes in the order of their distances; the arc that each is at; arcs from the source to where the search is.
+        work = tuple(np.empty(nodes + 1, dtype=np.int64) for _ in range(3))
+        flow = _dinic(self._arcs, left, self.SOURCE, self.SINK, level, work, time_up)
+        return int(flow), level >= 0
 
 
 @kernel

@@ -17,7 +17,6 @@ so the bound holds for every plan. It is exact for unit chains; where bytes or c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,46 +24,21 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowParameters:
-    """Parameters of `row_bound`.
-
-    Attributes:
-        sizes: Least sizes of the values of a row that are tried: a row of fewer, larger values can prove more.
-        most_ops: Largest graph.
-    """
-
-    sizes: int = 4
-    most_ops: int = 10_000
-
-
-PARAMETERS = RowParameters()
-
-
 class _Link(NamedTuple):
-    """One layer of a row.
-
-    Attributes:
-        reader: Op g.
-        value: Value v that it reads.
-    """
+    """One layer of a row: the op g, and the value v that it reads."""
 
     reader: int
     value: int
 
 
 def row_bound(problem: Problem) -> float:
-    """Bound the cost of every plan by the best row that is found.
-
-    Returns:
-        The bound on the cost of recomputation, in the graph's unit; infinite if no plan exists.
-    """
+    """Bound the cost of recomputation of every plan by the best row that is found; infinite if no plan exists."""
     graph = problem.graph
-    if len(graph.ops) > PARAMETERS.most_ops:
+    if len(graph.ops) > 10_000:  # where finding a row would take seconds
         return 0.0
     read = {v for v in range(len(graph.values)) if len(graph.readers[v]) > 1 and graph.values[v].base is None}
     sizes = sorted({graph.values[v].size_bytes for v in read} - {0})
-    count = min(PARAMETERS.sizes, len(sizes))
+    count = min(4, len(sizes))  # least sizes that are tried: a row of fewer, larger values can prove more
     tried = sorted({sizes[k * len(sizes) // count] for k in range(count)})
     return max((_bound_of(problem, _longest_row(graph, size)) for size in tried), default=0.0)
 

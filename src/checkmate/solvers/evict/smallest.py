@@ -108,7 +108,7 @@ class _Bisection:
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
         # A gain below the precision of a bisection is not worth a reason that is harder to read.
         least = self._floor.peak_bytes + _precision(self._floor.peak_bytes - self._problem.graph.resident_bytes)
-        if found is not None and found.peak_bytes > least:
+        if found is not None and found.op is not None and found.peak_bytes > least:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
             self._enough = max(self._enough, found.peak_bytes)
 

@@ -11,49 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Final
 
-from checkmate.core.graph import Graph, Op, Value
+from msgspec import structs
 
-_MOST_CHAINS: Final = 4
-"""Most chains that a light op is part of."""
-
-_SMALL: Final = 1 / 16
-"""Bytes of other operands, such as the mean of each row, that are not counted, as a share of a light op's result."""
+from checkmate.core.graph import Graph, Op
 
 
 @dataclass(frozen=True, slots=True)
 class FusibleKinds:
-    """The kinds of ops that a compiler fuses, as in `Op.kind`.
+    """The kinds of ops that a compiler fuses, as in `Op.kind`."""
 
-    Attributes:
-        pointwise: Kinds that a chain may contain anywhere.
-        reductions: Kinds that only end a chain: what a reduction computes is stored.
-        light: Pointwise kinds that cost less to compute again in each kernel than to store and read.
-    """
-
-    pointwise: frozenset[str]
-    reductions: frozenset[str]
-    light: frozenset[str] = frozenset()
+    pointwise: frozenset[str]  # anywhere in a chain
+    reductions: frozenset[str]  # only at the end of a chain: what a reduction computes is stored
+    light: frozenset[str] = frozenset()  # pointwise, and cheaper to compute again in each kernel than to store and read
 
 
 @dataclass(frozen=True, slots=True)
 class ContractChains:
-    """A graph with its chains contracted, and the way back.
-
-    Attributes:
-        contracted: The contracted graph.
-        parts: Ops of the original graph that each op of ``contracted`` stands for, in ascending order; a light op can be in
-            several. Shape ``[op]``.
-        stored: Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each
-            chain, and pointwise ops in no chain.
-        rows: Ops of ``contracted`` that are, or end with, a reduction over rows.
-    """
+    """A graph with its chains contracted, and the way back."""
 
     contracted: Graph
     parts: tuple[tuple[int, ...], ...]
+    """Ops of the original graph that each op of ``contracted`` stands for, in ascending order; a light op can be in several."""
     stored: tuple[int, ...]
+    """Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each chain, and
+    pointwise ops in no chain."""
     rows: frozenset[int] = frozenset()
+    """Ops of ``contracted`` that are, or end with, a reduction over rows."""
 
     @classmethod
     def of(cls, graph: Graph, kinds: FusibleKinds, rows: Collection[int] = ()) -> ContractChains:
@@ -65,15 +49,6 @@ class ContractChains:
 
         A light op whose result is no smaller than its operands is never stored: it becomes part of each chain that reads it, on
         both sides of the boundary. Its operands are there in place of its result, and take no more.
-
-        Examples:
-            >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
-            >>> mm, mul = Op("mm", (), (0,), 50, kind="mm"), Op("mul", (0,), (1,), 10, kind="mul")
-            >>> total = Op("sum", (1,), (2,), 10, kind="sum")
-            >>> kinds = FusibleKinds(pointwise=frozenset({"mul"}), reductions=frozenset({"sum"}))
-            >>> chains = ContractChains.of(Graph((mm, mul, total), (x, y, z)), kinds)
-            >>> [op.name for op in chains.contracted.ops], chains.parts, chains.invert([0, 1])
-            (['mm', 'sum'], ((0,), (1, 2)), (0, 1, 2))
         """
         members: dict[int, list[int]] = {}
         for o, lasts in enumerate(_chain_ends(graph, kinds, rows)):
@@ -99,19 +74,15 @@ def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> lis
     """Last ops of the chains that each op is in; the op itself if it is in none."""
     paired = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
     ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
-    readers: list[set[int]] = [set() for _ in graph.values]
-    for o, op in enumerate(graph.ops):
-        for v in op.inputs:
-            readers[v].add(o)
     ends = [frozenset({o}) for o in range(len(graph.ops))]
     for o in reversed(range(len(graph.ops))):  # readers first: an op joins the chains that its readers are in
         op = graph.ops[o]
-        chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in readers[v]))
+        chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in graph.readers[v]))
         fused = op.kind in kinds.pointwise or o in rows or _is_view(graph, op)
         if not chains or o in ordered or not fused or not _inside(graph, op) or not all(_closes(graph, kinds, c) for c in chains):
             continue
         alone = len(chains) == 1 and all(graph.ops[c].phase == op.phase for c in chains)
-        if alone or (len(chains) <= _MOST_CHAINS and o not in paired and _is_light(graph, kinds, op)):
+        if alone or (len(chains) <= 4 and o not in paired and _is_light(graph, kinds, op)):
             ends[o] = chains
     return ends
 
@@ -125,9 +96,9 @@ def _closes(graph: Graph, kinds: FusibleKinds, last: int) -> bool:
 
 def _is_light(graph: Graph, kinds: FusibleKinds, op: Op) -> bool:
     """Whether an op is computed again for each of its readers, from operands that take no more than its result."""
-    if _is_view(graph, op):
-        return True
-    return op.kind in kinds.light and _bytes(graph, set(op.inputs)) <= (1 + _SMALL) * _bytes(graph, op.outputs)
+    # Other operands, such as the mean of each row, are not counted up to a sixteenth of the result.
+    small = _bytes(graph, set(op.inputs)) <= (1 + 1 / 16) * _bytes(graph, op.outputs)
+    return _is_view(graph, op) or (op.kind in kinds.light and small)
 
 
 def _is_view(graph: Graph, op: Op) -> bool:
@@ -153,33 +124,22 @@ def _contracted(graph: Graph, kinds: FusibleKinds, members: dict[int, list[int]]
         read = dict.fromkeys(v for m in chain for v in graph.ops[m].inputs if v not in made)
         one_kernel = op.kind in kinds.pointwise or op.kind in kinds.reductions
         ops.append(
-            Op(
-                name=op.name,
+            structs.replace(
+                op,
                 inputs=tuple(new_value[v] for v in read),
                 outputs=tuple(new_value[v] for v in op.outputs),
                 cost=_cost(graph, chain) if len(chain) > 1 else op.cost,
                 workspace_bytes=0 if one_kernel else op.workspace_bytes,
-                replay_bytes=op.replay_bytes,
-                recomputable=op.recomputable,
                 clobbered_by=tuple(sorted({new_op[c] for c in op.clobbered_by})),
-                phase=op.phase,
-                kind=op.kind,
-                source=op.source,
             )
         )
     values = tuple(
-        Value(value.name, value.size_bytes, None if value.base is None else new_value[graph.root[v]], value.kept)
+        value if value.base is None else structs.replace(value, base=new_value[graph.root[v]])
         for v, value in ((v, graph.values[v]) for v in kept)
     )
     pairs = dict.fromkeys((new_op[a], new_op[b]) for a, b in graph.order)
-    return Graph(
-        ops=tuple(ops),
-        values=values,
-        order=tuple(sorted(pair for pair in pairs if pair[0] != pair[1])),
-        resident_bytes=graph.resident_bytes,
-        cost_unit=graph.cost_unit,
-        name=graph.name,
-    )
+    order = tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
+    return structs.replace(graph, ops=tuple(ops), values=values, order=order)
 
 
 def _cost(graph: Graph, members: list[int]) -> int:

@@ -8,10 +8,12 @@ its reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from checkmate.core.graph import Graph, Op, Value
+from msgspec import structs
+
+from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Compute, Fetch, Step
 from checkmate.core.problem import Problem
 
@@ -22,17 +24,12 @@ class FoldViews:
 
     A plan of the folded graph holds the same bytes, step by step, as the plan with the views inserted again: a view
     allocates nothing, and it is made when its storage is live anyway, right before its reader.
-
-    Attributes:
-        original: The graph as it was.
-        folded: The same without the folded ops. If views are priced, an op's cost there includes the views through which
-            all of its readers read: each recomputation of the op has to be followed by theirs.
-        kept_ops: Index in ``original`` of each op of ``folded``. Shape ``[folded op]``.
     """
 
     original: Graph
     folded: Graph
     kept_ops: tuple[int, ...]
+    """Index in ``original`` of each op of ``folded``."""
 
     @classmethod
     def of(cls, graph: Graph, *, priced: bool = False) -> FoldViews:
@@ -42,7 +39,8 @@ class FoldViews:
         `cost_offset` is then a bound on the original one, provided that first computations may be reordered. Without it views
         count as free, a weaker bound: on BERT at 40 to 50 % of keep-all the gap is 0.14 %, and 0.04 % with it.
         """
-        if _is_folded(graph):
+        plain = all(value.base is None for value in graph.values)
+        if plain and all(len(set(op.inputs)) == len(op.inputs) for op in graph.ops):  # nothing to fold or to renumber
             return cls(graph, graph, tuple(range(len(graph.ops))))
         kept_ops = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
         new_op = {o: i for i, o in enumerate(kept_ops)}
@@ -50,27 +48,20 @@ class FoldViews:
         new_value = {v: i for i, v in enumerate(kept_values)}
         # A kept view keeps the storage that it shares, and that value is the one left to carry the flag.
         held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
-
         views = _cost_of_views(graph) if priced else [0] * len(graph.ops)
 
         def resolve(v: int) -> int:
             return new_value[v] if v in new_value else new_value[graph.root[v]]
 
-        folded = Graph(
+        values = ((v, graph.values[v]) for v in kept_values)
+        folded = structs.replace(
+            graph,
             ops=tuple(_renumbered(graph.ops[o], resolve, new_op, views[o]) for o in kept_ops),
             values=tuple(
-                Value(
-                    value.name,
-                    value.size_bytes,
-                    None if value.base is None else resolve(graph.root[v]),
-                    value.kept or v in held,
-                )
-                for v, value in ((v, graph.values[v]) for v in kept_values)
+                structs.replace(x, base=None if x.base is None else resolve(graph.root[v]), kept=x.kept or v in held)
+                for v, x in values
             ),
             order=tuple((new_op[a], new_op[b]) for a, b in graph.order),
-            resident_bytes=graph.resident_bytes,
-            cost_unit=graph.cost_unit,
-            name=graph.name,
         )
         return cls(graph, folded, tuple(kept_ops))
 
@@ -104,34 +95,13 @@ class FoldViews:
 
         Views of a value that was fetched are computed again, since its storage is another one.
         """
-        kept_ops = set(self.kept_ops)
-        values = [v for v, o in enumerate(self.original.producer) if o in kept_ops]
-        sequence = [
-            Compute(self.kept_ops[step.op]) if isinstance(step, Compute) else type(step)(values[step.value]) for step in steps
-        ]
-        if len(self.kept_ops) == len(self.original.ops):
-            return sequence
-        emitted = self._emit(sequence, frozenset())
-        # Views without a reader are known only after a pass that inserts the others.
-        computed = {step.op for step in emitted if isinstance(step, Compute)}
-        missing = frozenset(range(len(self.original.ops))) - computed
-        return self._emit(sequence, missing) if missing else emitted
-
-    def _emit(self, sequence: Sequence[Step], eager: frozenset[int]) -> list[Step]:
-        """The sequence with views inserted."""
-        graph = self.original
-        solid = frozenset(self.kept_ops)
+        graph, solid = self.original, frozenset(self.kept_ops)
+        values = [v for v, o in enumerate(graph.producer) if o in solid]
         # A view instance keeps the storage instance from which it was made alive (`core.simulate`). A view bound to an old
         # version would be read with old contents and hold old bytes, so it is made again after each new version.
         version = [0] * len(graph.values)
         bound = [-1] * len(graph.values)  # version of the storage that the newest instance of a view shares
         out: list[Step] = []
-        with_root: dict[int, list[int]] = {}
-        for o in sorted(eager):
-            for v in graph.ops[o].outputs:
-                with_root.setdefault(graph.root[v], []).append(v)
-        if not eager:
-            with_root = {}
 
         def ensure(target: int) -> None:
             """Compute the views that a value is made through, from the storage on; iteratively, as chains can be long."""
@@ -151,33 +121,42 @@ class FoldViews:
                 for u in graph.ops[o].outputs:
                     bound[u] = version[graph.root[u]]
 
-        done: set[int] = set()
-        for step in sequence:
+        unread = self._unread_views()
+        for step in steps:
             if not isinstance(step, Compute):
-                out.append(step)
-                version[step.value] += isinstance(step, Fetch)
+                v = values[step.value]
+                out.append(type(step)(v))
+                version[v] += isinstance(step, Fetch)
                 continue
-            o = step.op
-            for v in graph.ops[o].inputs:
+            op = graph.ops[self.kept_ops[step.op]]
+            for v in op.inputs:
                 ensure(v)
-            out.append(step)
-            for v in graph.ops[o].outputs:
+            out.append(Compute(self.kept_ops[step.op]))
+            for v in op.outputs:
                 version[v] += 1
-            if o not in done:
-                done.add(o)
-                for v in graph.ops[o].outputs:
-                    for view in with_root.get(v, ()):
-                        ensure(view)
+            for v in op.outputs:
+                for view in unread.pop(v, ()):
+                    ensure(view)
         for v, value in enumerate(graph.values):
             if value.kept:
                 ensure(v)
         return out
 
-
-def _is_folded(graph: Graph) -> bool:
-    """Whether there is nothing to fold or to renumber."""
-    plain = all(value.base is None for value in graph.values)
-    return plain and all(len(set(op.inputs)) == len(op.inputs) for op in graph.ops)
+    def _unread_views(self) -> dict[int, list[int]]:
+        """Storage -> the views of it, in the order of the graph, that neither another op nor the end reads them through."""
+        graph, solid = self.original, frozenset(self.kept_ops)
+        read = {v for v, value in enumerate(graph.values) if value.kept} | {v for o in solid for v in graph.ops[o].inputs}
+        unread: list[int] = []
+        for o in range(len(graph.ops) - 1, -1, -1):
+            if o not in solid and read.isdisjoint(graph.ops[o].outputs):
+                unread.append(o)
+            elif o not in solid:
+                read.update(graph.ops[o].inputs)
+        views: dict[int, list[int]] = {}
+        for o in reversed(unread):
+            for v in graph.ops[o].outputs:
+                views.setdefault(graph.root[v], []).append(v)
+        return views
 
 
 def may_run_again(folded: Problem, o: int) -> bool:
@@ -197,7 +176,7 @@ def _holds_owner(graph: Graph, v: int) -> bool:
 
 
 def _cost_of_views(graph: Graph) -> list[int]:
-    """For each op, the cost of the free views through which all of its readers read. Shape ``[op]``.
+    """For each op, the cost of the free views through which all of its readers read.
 
     In some cheapest plan every computation of an op is read before its next one, because one without a reader could be left
     out. Each such reader needs these views of this instance. So where an op is computed ``n`` times, each of them is
@@ -230,16 +209,10 @@ def _cost_of_views(graph: Graph) -> list[int]:
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int], view_cost: int) -> Op:
     """The op with the indices of the folded graph. An op that overwrites is no free view, so ``new_op`` has it."""
-    return Op(
-        name=op.name,
+    return structs.replace(
+        op,
         inputs=tuple(dict.fromkeys(resolve(v) for v in op.inputs)),
         outputs=tuple(resolve(v) for v in op.outputs),
         cost=op.cost + view_cost,
-        workspace_bytes=op.workspace_bytes,
-        replay_bytes=op.replay_bytes,
-        recomputable=op.recomputable,
         clobbered_by=tuple(new_op[c] for c in op.clobbered_by),
-        phase=op.phase,
-        kind=op.kind,
-        source=op.source,
     )

@@ -11,7 +11,7 @@ import pytest
 from checkmate import BruteForce, Graph, Op, Problem, Value, solve
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.events.min_cut import PARAMETERS, Line, _Network, single_event
+from checkmate.solvers.bounds.events.min_cut import EventNetwork, Line, single_event
 from tests.solvers.bounds.events.test_event_cuts import some_targets, tight_problem
 from tests.solvers.bounds.proof import event_sides, least_share, strict_ancestors
 from tests.solvers.chains import unit_chain
@@ -62,7 +62,7 @@ def test_the_sides_of_the_network_are_what_is_sure():
         model = CutModel(problem)
         event = rng.randrange(model.end)
         sure, late = event_sides(problem, event, None)
-        network = _Network(model, event, model.end, no_alarm())
+        network = EventNetwork(model, event, model.end, no_alarm())
         assert {o for o, node in enumerate(network.node) if node == 0} == {*late, event}
         once = {o for o in sure if not problem.graph.ops[o].recomputable}
         assert once <= {o for o, node in enumerate(network.node) if node == 1} <= sure
@@ -82,7 +82,7 @@ def test_a_cut_says_what_runs_again_and_what_is_held():
         tuple(Value(name, size) for name, size in (("a", 5), ("b", 9), ("n", 1), ("e", 1), ("u", 1))),
     )
     model = CutModel(Problem(graph, 15))
-    network = _Network(model, 3, model.end, no_alarm())
+    network = EventNetwork(model, 3, model.end, no_alarm())
     assert (network.held, network.room) == (14, 9)
     assert network.least_bytes()[0] == 0
     assert single_event(model, 3, no_alarm()) * graph.cost == pytest.approx(3.0 * 5 / 9, rel=1e-4)
@@ -112,7 +112,7 @@ def test_amounts_of_any_unit_give_the_same_share():
         scaled = Graph(tuple(ops), tuple(Value(value.name, size, kept=value.kept) for value in graph.values))
         shares.append(single_event(CutModel(Problem(scaled, 4 * size)), 9, no_alarm()))
     assert shares[0] > 0.1
-    assert np.ptp(shares) < 2 * PARAMETERS.accuracy
+    assert np.ptp(shares) < 2 * 2e-5
     exact = least_share(Problem(unit_chain(8), 4), [9])
     assert max(shares) <= exact + 1e-5
 

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.problem import Problem
+from checkmate.solvers.bounds.floor import parents_of
+from checkmate.solvers.reductions.fold_views import may_run_again
 
 Mask = npt.NDArray[np.bool_]
 
@@ -20,18 +22,8 @@ class CutModel:
 
     Views must be folded (`FoldViews`); a view that is left has no bytes and no cost here, which relaxes the bound.
 
-    Args:
-        problem: The problem.
-        targets: None for any order; else first computations of these ops follow this order, and the
-            bound holds for that narrower class only.
-
-    Attributes:
-        end: Index of END, an op after all others that reads every kept value and costs nothing.
-        inputs: Values that each op reads. Shape ``[op + 1]``.
-        parents: Ops whose first computation precedes that of each op. Shape ``[op + 1]``.
-        children: The converse of ``parents``. Shape ``[op + 1]``.
-        parent_edges: Pairs of a parent and an op. Shape ``[edge, 2]``.
-        clobbered: Ops whose inputs others overwrite.
+    Without targets it is for any order; else first computations of these ops follow their order, and the bound holds for that
+    narrower class only. END, the op with the index `end`, comes after all others, reads every kept value and costs nothing.
     """
 
     def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
@@ -40,48 +32,32 @@ class CutModel:
         self._sides: dict[int, tuple[Mask, Mask]] = {}
         graph = self.problem.graph
         self.end = len(graph.ops)
-        count = self.end + 1
         inputs = [*(list(dict.fromkeys(op.inputs)) for op in graph.ops), [v for v, x in enumerate(graph.values) if x.kept]]
         self.inputs = inputs
         self.outputs = [*(list(op.outputs) for op in graph.ops), []]
         self.producer = np.array(graph.producer, dtype=np.int64)
         self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
         self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
+        self.total = max(1.0, float(self.cost.sum()))  # of computing every op once, which bounds are shares of
         self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
         self.replay = np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.int64)
-        forward_only = self.problem.recompute == "forward"
-        self.again = np.array(
-            [*(op.recomputable and (op.phase == "forward" or not forward_only) for op in graph.ops), False], dtype=np.bool_
-        )
+        self.again = np.array([*(may_run_again(problem, o) for o in range(self.end)), False], dtype=np.bool_)
         self.clobbers = [*(op.clobbered_by for op in graph.ops), ()]
         self.edge_value = np.array([v for part in inputs for v in part], dtype=np.int64)
         self.edge_op = np.array([o for o, part in enumerate(inputs) for _ in part], dtype=np.int64)
-        # First computations follow data, `order`, and `clobbered_by`: an op that overwrites what o reads comes after o. All three
-        # hold in every plan, and each makes more ancestors sure, so that leaving one out would only loosen the bound.
-        before: list[set[int]] = [{graph.producer[v] for v in part} for part in inputs]
-        for a, b in graph.order:
-            before[b].add(a)
-        for o, clobbers in enumerate(self.clobbers):
-            for c in clobbers:
-                before[c].add(o)
-        before[self.end] = set(range(self.end))
-        self.parents: list[list[int]] = [sorted(p) for p in before]
-        self.children: list[list[int]] = [[] for _ in range(count)]
+        # Ops whose first computation precedes that of each op, and the converse.
+        self.parents: list[list[int]] = [*(sorted(p) for p in parents_of(graph)), list(range(self.end))]
+        self.children: list[list[int]] = [[] for _ in self.parents]
         for o, above in enumerate(self.parents):
             for p in above:
                 self.children[p].append(o)
-        self.parent_edges = np.array([(p, o) for o, above in enumerate(self.parents) for p in above], dtype=np.int64).reshape(
-            -1, 2
-        )
+        pairs = [(p, o) for o, above in enumerate(self.parents) for p in above]
+        self.parent_edges = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         self.clobbered = [o for o, clobbers in enumerate(self.clobbers) if clobbers]
         self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
 
     def sides(self, op: int) -> tuple[Mask, Mask]:
-        """Ops surely computed before the event of an op, and ops surely not (A and D of the proof).
-
-        Returns:
-            Two masks, without the op itself. Shapes ``[op + 1]``.
-        """
+        """Ops surely computed before the event of an op, and ops surely not (A and D of the proof), without the op itself."""
         if op not in self._sides:
             if self.targets is None or op not in self.position:
                 self._sides[op] = self._reach([op], self.parents), self._reach([op], self.children)
@@ -97,13 +73,16 @@ class CutModel:
                 self._sides[op] = above, below
         return self._sides[op]
 
+    def again_after(self, reached: Mask) -> Mask:
+        """Ops that may be computed again once some have surely run: none whose inputs one of those overwrites."""
+        again = self.again.copy()
+        for o in self.clobbered:
+            again[o] &= not reached[list(self.clobbers[o])].any()
+        return again
+
     def descendants(self, op: int) -> Mask:
         """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer, among ops that are no targets."""
         return self.sides(op)[1] if self.targets is None else self._reach([op], self.children)
-
-    def readers_of(self, value: int) -> tuple[int, ...]:
-        """Ops that read a value, END left out."""
-        return self.problem.graph.readers[value]
 
     def comparable(self, a: int, b: int) -> bool:
         """Whether one of two ops surely comes before the other, so that both can be events of one chain."""

@@ -31,85 +31,42 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from checkmate.solvers.backends.program import Floats, Ints, Program, ProgramBuilder
 from checkmate.solvers.bounds.events.cut_model import CutModel, Mask
 
-Segments = Literal["end", "first", "all"]
-"""Longer segments with a y: from each event to the end; from the first event to each later one too; or all."""
+BUDGET_SLACK: Final = 2e-6
+"""Share by which a budget is widened in a program. An engine may return a point that breaks a row by its feasibility tolerance,
+1e-6 in HiGHS, and may cut off points that only just keep one; a bound taken from it is a bound on the exact problem only if the
+rows are wider than that. Twice the tolerance; rows are scaled to a budget of 1, which makes the share comparable with it."""
 
 
 class NoColumn(IntEnum):
-    """Entries of a table of column indices that stand for no column. All are negative: `ProgramBuilder` takes such a term as 0.
+    """Entries of a table of column indices that stand for no column. `ProgramBuilder` takes such a term as 0."""
 
-    Attributes:
-        UNMODELLED: The variable is fixed, or left out of the relaxation; its value follows from the case at hand.
-        ALWAYS_LIVE: S is 1 in every plan; its bytes are counted as a constant.
-    """
-
-    UNMODELLED = -1
-    ALWAYS_LIVE = -2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventCutParameters:
-    """Parameters of the programs.
-
-    Attributes:
-        budget_slack: Share by which the budget is widened in the program. An engine may return a point that breaks a row by
-            its feasibility tolerance, 1e-6 in HiGHS, and may cut off points that only just keep one; a bound taken
-            from it is a bound on the exact problem only if the rows are wider than that. Twice the tolerance; rows
-            are scaled to a budget of 1, which makes the share comparable with it.
-        least_price: Dual value from which a row of a relaxation matters. All costs together are 1.
-        unit_sizes: How many of the most frequent sizes may be a unit.
-        unit_gain: Least share of the room that is no whole unit.
-    """
-
-    budget_slack: float = 2e-6
-    least_price: float = 1e-12
-    unit_sizes: int = 16
-    unit_gain: float = 1e-4
-
-
-PARAMETERS = EventCutParameters()
+    UNMODELLED = -1  # the variable is fixed, or left out of the relaxation; its value follows from the case at hand
+    ALWAYS_LIVE = -2  # S is 1 in every plan; its bytes are counted as a constant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutProgram:
-    """The program of some events.
+    """The program of some events: it minimises the cost of recomputation, as a share of computing every op once."""
 
-    Attributes:
-        cuts: Op of each event, in the order of the chain.
-        program: Minimises the cost of recomputation, as a share of computing every op once.
-        live: Column of S, or a `NoColumn`. Shape ``[event, value]``.
-        impossible: Whether an event alone exceeds the budget, in exact bytes.
-        fetched: Column of z (`bounds.events.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
-        memory_rows: Row that limits the memory of each event; -1 for one that is impossible. Shape ``[event]``.
-        unit_rows: Events and rows that limit their memory in whole units (`memory_units`).
-        implied: Rows that others imply in integers: those of longer segments. Shape ``[row]``.
-    """
-
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # op of each event, in the order of the chain
     program: Program
-    live: Ints
-    impossible: bool
-    fetched: Ints
-    memory_rows: Ints
-    unit_rows: tuple[tuple[int, int], ...]
-    implied: Mask
+    live: Ints  # column of S, or a `NoColumn`, shape [event, value]
+    impossible: bool  # an event alone exceeds the budget, in exact bytes
+    fetched: Ints  # column of z (`copy_cuts`), or a `NoColumn`, shape [value]
+    memory_rows: tuple[tuple[int, int], ...]  # events and rows that limit their memory, in bytes or whole units (`memory_units`)
+    implied: Mask  # rows that others imply in integers: those of longer segments
 
     def memory_prices(self, row_prices: Floats) -> Floats:
-        """Gain of the relaxation for each share of the budget that an event has less. Shape ``[event]``.
-
-        Args:
-            row_prices: Dual values of the rows. Shape ``[row]``.
-        """
-        prices = -row_prices[self.memory_rows]
-        for e, row in self.unit_rows:
+        """Gain of the relaxation for each share of the budget that an event has less, from the prices of all rows."""
+        prices = np.zeros(len(self.cuts))
+        for e, row in self.memory_rows:
             prices[e] -= row_prices[row]
         return prices
 
@@ -119,89 +76,84 @@ class CutProgram:
         Its optimum is the same, in integers and relaxed. Most rows go, and the engine's presolve takes out the columns that then
         appear in no row that matters: eight events of ResNet-50 at f = 0.1 are solved in 8 s, where the whole program is not
         in 100 s.
-
-        Args:
-            prices: Dual values of the relaxation's rows; nothing is left out if they are not known. Shape ``[row]``.
         """
         if prices is None:
             return self.program
-        return self.program.with_rows(~self.implied | (np.abs(prices) > PARAMETERS.least_price))
+        return self.program.with_rows(~self.implied | (np.abs(prices) > 1e-12))
 
 
 def memory_units(sizes: Ints, room: int) -> list[int]:
     """Sizes in which the room shrinks by more than the values do where both are rounded down to multiples.
 
     Rows in whole units are the cuts of Chvátal (1973) and Gomory (1958): the left side of a row that holds in integers is rounded
-    down, then its limit.
-
-    Args:
-        sizes: Bytes of what may be held. Shape ``[value]``.
-        room: Bytes for it.
+    down, then its limit. Only the most frequent sizes are tried, and a ten thousandth of the room is worth no row.
     """
-    p = PARAMETERS
     if room <= 0:
         return []
     distinct, counts = np.unique(sizes[sizes > 0], return_counts=True)
-    units = distinct[np.argsort(-counts, kind="stable")[: p.unit_sizes]]
+    units = distinct[np.argsort(-counts, kind="stable")[:16]]
     gains = room % units / room
     losses = (sizes[:, None] % units).sum(axis=0) / max(1, int(sizes.sum()))
-    return units[(gains >= p.unit_gain) & (gains > losses)].tolist()
+    return units[(gains >= 1e-4) & (gains > losses)].tolist()
 
 
-def build_cuts(model: CutModel, cuts: Sequence[int], *, floating: bool = True, segments: Segments = "end") -> CutProgram:
-    """The program of a chain of events."""
-    return CutBuilder(model, tuple(cuts), floating, segments=segments).build()
+class _Term(NamedTuple):
+    """A variable in each row of a group: a column, or a constant in place of one."""
+
+    columns: Ints
+    constants: Floats
+
+
+def build_cuts(model: CutModel, cuts: Sequence[int], *, floating: bool = True, all_segments: bool = False) -> CutProgram:
+    """The program of a chain of events; ``all_segments`` adds columns of y for all pairs of events, not only up to the end."""
+    return CutBuilder(model, tuple(cuts), floating, all_segments=all_segments).build()
 
 
 class CutBuilder:
     """Columns and rows of one program, one method for each group of rows of the proof.
 
-    Attributes:
-        live: Columns of S, as in `CutProgram`.
-        sure: Ops surely computed before each event, and all of them at the end. Shape ``[event + 1]`` of ``[op + 1]``.
-        unmodelled: Ops on neither side of an event that have no variable; none at the end. The same shape.
-        computed: Columns of X; `NoColumn.UNMODELLED` where ``sure`` or ``unmodelled`` says it all. The same shape.
-        recomputable: Ops worth modelling as computed again after each event. Shape ``[event]`` of ``[op + 1]``.
-        recomputed: (event, later event or end) -> columns of y. Shape of each ``[op + 1]``.
-        copies: Whether values may be copied to a host and back.
-        segments: As in `build_cuts`.
-        fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
-        memory_rows: As in `CutProgram`.
-        unit_rows: As in `CutProgram`.
-        implied: Ranges of its rows that others imply in integers.
+    ``add_copies`` adds columns and rows of copies to a host once those of S and y are there.
     """
 
     def __init__(
-        self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False, segments: Segments = "end"
+        self,
+        model: CutModel,
+        cuts: tuple[int, ...],
+        floating: bool,
+        *,
+        all_segments: bool = False,
+        add_copies: Callable[[CutBuilder], None] | None = None,
     ) -> None:
         self.model = model
-        self.copies = copies
-        self.segments = segments
-        self.floating = floating
         self.cuts = cuts
+        self.floating = floating
+        self.all_segments = all_segments
+        self.add_copies = add_copies
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
         self.builder = ProgramBuilder()
         self.live = np.full((len(cuts), len(model.size)), NoColumn.UNMODELLED, dtype=np.int64)
         self.fetched = np.full(len(model.size), NoColumn.UNMODELLED, dtype=np.int64)
+        # For each event, and the end, and each op: whether it has surely been computed; whether it is on neither side and has no
+        # variable; and the column of X, where these do not say it all. Whether it is worth modelling as computed again.
         self.sure: list[Mask] = []
         self.unmodelled: list[Mask] = []
         self.computed: list[Ints] = []
         self.recomputable: list[Mask] = []
-        self.recomputed: dict[tuple[int, int], Ints] = {}
+        self.recomputed: dict[tuple[int, int], Ints] = {}  # (event, later event or end) -> columns of y, shape [op + 1]
         self.impossible = False
         self.implied: list[slice] = []
-        self.memory_rows = np.full(len(cuts), -1, dtype=np.int64)
-        self.unit_rows: list[tuple[int, int]] = []
+        self.memory_rows: list[tuple[int, int]] = []
 
-    def build(self, add: Callable[[CutBuilder], None] = lambda _: None) -> CutProgram:
-        """The program; ``add`` adds columns and rows of another kind once those of S and y are there."""
+    def build(self) -> CutProgram:
+        """The program."""
         for e in range(len(self.cuts)):
             self._add_event(e)
         self.sure.append(np.ones(self.model.end + 1, dtype=np.bool_))
         self.unmodelled.append(np.zeros(self.model.end + 1, dtype=np.bool_))
         self.computed.append(np.full(self.model.end + 1, NoColumn.UNMODELLED, dtype=np.int64))
         self._add_segments()
-        add(self)
+        if self.add_copies is not None:
+            self.add_copies(self)
         for e in range(len(self.cuts)):
             self._limit_memory(e)
             self._order_floating(e)
@@ -211,10 +163,8 @@ class CutBuilder:
         implied = np.zeros(self.builder.rows, dtype=np.bool_)
         for rows in self.implied:
             implied[rows] = True
-        program = self.builder.build()
-        return CutProgram(
-            self.cuts, program, self.live, self.impossible, self.fetched, self.memory_rows, tuple(self.unit_rows), implied
-        )
+        program, rows = self.builder.build(), tuple(self.memory_rows)
+        return CutProgram(self.cuts, program, self.live, self.impossible, self.fetched, rows, implied)
 
     @contextmanager
     def _implied(self, are: bool = True) -> Generator[None]:
@@ -235,10 +185,7 @@ class CutBuilder:
         reached[t] = True
         # Once an op that overwrites o's inputs has surely run, o cannot run again. A floating one may not have run yet:
         # assuming that it had would forbid recomputations that some plan makes, and the bound would be wrong.
-        again = m.again.copy()
-        for o in np.flatnonzero(again).tolist():
-            if m.clobbers[o] and any(reached[c] for c in m.clobbers[o]):
-                again[o] = False
+        again = m.again_after(reached)
         # S is about the moment at which the event begins, when t itself has still to read: t is not among ``above``. y is
         # about the time after, when t has run. A column that nothing can need would stay at 0; it is left out.
         useful_values, _ = self._useful(above, again)
@@ -247,10 +194,9 @@ class CutBuilder:
         # computation is still to come, such as a dropout mask between its forward and its backward op.
         forced = np.zeros(len(m.size), dtype=np.bool_)
         forced[m.inputs[t]] = True
-        later = below[m.edge_op]
         read_later = np.zeros(len(m.size), dtype=np.bool_)
-        read_later[m.edge_value[later]] = True
-        if not self.copies:
+        read_later[m.edge_value[below[m.edge_op]]] = True
+        if self.add_copies is None:
             forced |= read_later & ~again[m.producer]
         forced &= above[m.producer]
         free = np.flatnonzero(useful_values & (above | floating)[m.producer] & ~forced)
@@ -268,10 +214,6 @@ class CutBuilder:
 
         An op reads if it may still be computed for the first time, or if it may be computed again and its own outputs can
         be read. One pass from END back suffices, since readers have higher indices than producers.
-
-        Args:
-            done: Ops whose first computation is surely over. Shape ``[op + 1]``.
-            again: Ops that may be computed again. Shape ``[op + 1]``.
         """
         m = self.model
         values = np.zeros(len(m.size), dtype=np.bool_)
@@ -291,10 +233,9 @@ class CutBuilder:
         without and 14.7 s with them.
         """
         m, last = self.model, len(self.cuts)
-        total = max(1.0, float(m.cost.sum()))
         for e in range(last):
-            self.recomputed[e, e + 1] = self._again_columns(e, m.cost / total)
-        begins = {"end": 0, "first": 1, "all": last}[self.segments]
+            self.recomputed[e, e + 1] = self._again_columns(e, m.cost / m.total)
+        begins = last if self.all_segments else 0
         for e in range(begins):
             for f in range(e + 2, last):
                 with self._implied():
@@ -308,7 +249,7 @@ class CutBuilder:
             with self._implied():
                 self.builder.add_rows([(self.recomputed[e, last][ops], 1.0), (self.recomputed[e, last - 1][ops], -1.0)], low=0.0)
 
-    def _again_columns(self, e: int, cost: npt.NDArray[np.float64]) -> Ints:
+    def _again_columns(self, e: int, cost: Floats) -> Ints:
         """Columns of y for a segment that begins with event e. Shape ``[op + 1]``."""
         ops = np.flatnonzero(self.recomputable[e])
         column = np.full(self.model.end + 1, NoColumn.UNMODELLED, dtype=np.int64)
@@ -324,8 +265,7 @@ class CutBuilder:
         self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
         # An op that was recomputable after the first event may be overwritten, or useless, after the third: no column there.
         both = rest >= 0
-        if both.any():
-            self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
+        self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
 
     def _limit_memory(self, e: int) -> None:
         """Memory row of an event. Its constants are compared in exact bytes first: that alone may prove there is no plan."""
@@ -341,105 +281,76 @@ class CutBuilder:
         ops = np.flatnonzero(self.sure[e] & (again >= 0) & (m.replay > 0))
         columns = np.concatenate([self.live[e, values], again[ops]])
         sizes = np.concatenate([m.size[values], m.replay[ops]])
-        room = (self.budget * (1 + PARAMETERS.budget_slack) - own) / max(1, self.budget)
-        self.memory_rows[e] = self.builder.rows
+        room = (self.budget * (1 + BUDGET_SLACK) - own) / max(1, self.budget)
+        self.memory_rows.append((e, self.builder.rows))
         self.builder.add_row(columns, sizes / max(1, self.budget), high=room)
         for unit in memory_units(sizes, self.budget - own):
             fits, whole = (self.budget - own) // unit, sizes // unit
-            self.unit_rows.append((e, self.builder.rows))
+            self.memory_rows.append((e, self.builder.rows))
             scale = max(1, fits)
-            self.builder.add_row(columns[whole > 0], whole[whole > 0] / scale, high=fits / scale + PARAMETERS.budget_slack)
+            self.builder.add_row(columns[whole > 0], whole[whole > 0] / scale, high=fits / scale + BUDGET_SLACK)
 
     def _order_floating(self, e: int) -> None:
         """Order rows: a floating op comes after its parents and stays computed; its values are live only if it is computed."""
         m, column = self.model, self.computed[e]
         values = np.flatnonzero(self.live[e] >= 0)
         values = values[column[m.producer[values]] >= 0]
-        if len(values):
-            self.builder.add_rows([(column[m.producer[values]], 1.0), (self.live[e, values], -1.0)], low=0.0)
-        pairs = [(p, o) for o in np.flatnonzero(column >= 0).tolist() for p in m.parents[o] if column[p] >= 0]
-        if pairs:
-            parents, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
-            self.builder.add_rows([(column[parents], 1.0), (column[ops], -1.0)], low=0.0)
+        self.builder.add_rows([(column[m.producer[values]], 1.0), (self.live[e, values], -1.0)], low=0.0)
+        parents, ops = column[m.parent_edges].T
+        float_both = (parents >= 0) & (ops >= 0)
+        self.builder.add_rows([(parents[float_both], 1.0), (ops[float_both], -1.0)], low=0.0)
         both = np.flatnonzero((column >= 0) & (self.computed[e + 1] >= 0))
-        if len(both):
-            self.builder.add_rows([(self.computed[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
+        self.builder.add_rows([(self.computed[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
 
     def _link(self, e: int, f: int) -> None:
         """Supply rows between events e and f (or the end): the three ways in which a value is needed there."""
-        m = self.model
-        redo = self.recomputed[e, f]
-        begun, before, after = self.computed[e], self.sure[e], self.sure[f]
-        known = after.astype(np.float64) - before  # dX where neither X is a column
+        m, redo = self.model, self.recomputed[e, f]
+        begun = self.computed[e]
         # Needed because it is live at f. The end has no S: there END reads what is kept, as one of the ops first computed.
         if f < len(self.cuts):
             values = np.flatnonzero(self.live[f] != NoColumn.UNMODELLED)
             always = np.where(self.live[f, values] == NoColumn.ALWAYS_LIVE, 1.0, 0.0)
-            self._supply(e, f, values, self.live[f, values], always)
+            self._supply(e, f, values, (1.0, _Term(self.live[f, values], always)))
         # Needed because a reader is computed again. Between neighbouring events an op is not computed again if it is first
         # computed there (the proof has why): where that is not known, both are one need, below.
         fixed = (begun < 0) & (self.computed[f] < 0)
         either = ~fixed & (f == e + 1)
         edges = np.flatnonzero((redo >= 0)[m.edge_op] & ~either[m.edge_op])
-        self._supply(e, f, m.edge_value[edges], redo[m.edge_op[edges]], np.zeros(len(edges)))
+        self._supply(e, f, m.edge_value[edges], (1.0, self._y(e, f, m.edge_op[edges])))
         # Needed because a reader is first computed: one row a value if that is sure for any of its readers, as all such rows
         # are the same; else one row a reader.
-        known[self.unmodelled[e] | self.unmodelled[f]] = 0.0
-        sure = np.unique(m.edge_value[fixed[m.edge_op] & (known[m.edge_op] > 0.5)])
-        self._supply(e, f, sure, np.full(len(sure), NoColumn.UNMODELLED), np.ones(len(sure)))
+        first = fixed & self.sure[f] & ~self.sure[e] & ~self.unmodelled[e] & ~self.unmodelled[f]
+        sure = np.unique(m.edge_value[first[m.edge_op]])
+        self._supply(e, f, sure, (1.0, _Term(np.full(len(sure), NoColumn.UNMODELLED), np.ones(len(sure)))))
         moving = np.flatnonzero(~fixed[m.edge_op])
         ops = m.edge_op[moving]
-        self._supply(
-            e, f, m.edge_value[moving], self.computed[f][ops], np.where(self.computed[f][ops] >= 0, 0.0, after[ops]),
-            begun[ops], np.where(begun[ops] >= 0, 0.0, before[ops]), redo[ops] if f == e + 1 else None,
-        )  # fmt: skip
+        again = [(1.0, self._y(e, f, ops))] if f == e + 1 else []
+        self._supply(e, f, m.edge_value[moving], (1.0, self._x(f, ops)), (-1.0, self._x(e, ops)), *again)
         floating = np.flatnonzero(either & (redo >= 0) & (begun >= 0))
-        if len(floating):
-            self.builder.add_rows([(begun[floating], 1.0), (redo[floating], -1.0)], low=0.0)
+        self.builder.add_rows([(begun[floating], 1.0), (redo[floating], -1.0)], low=0.0)
 
-    def _supply(
-        self, e: int, f: int, values: Ints, need: Ints, need_constant: npt.NDArray[np.float64],
-        less: Ints | None = None, less_constant: npt.NDArray[np.float64] | None = None, more: Ints | None = None,
-    ) -> None:  # fmt: skip
-        """Rows: need + more - less <= S[e, k] + y[e, f, p] + dX[e, f, p] for each of some values k with producers p.
+    def _x(self, e: int, ops: Ints) -> _Term:
+        columns = self.computed[e][ops]
+        return _Term(columns, np.where(columns >= 0, 0.0, self.sure[e][ops]))
 
-        Rows that hold in any case are left out, and so are those of unmodelled producers, whose values are taken as
-        available: dropping rows relaxes.
+    def _y(self, e: int, f: int, ops: Ints) -> _Term:
+        return _Term(self.recomputed[e, f][ops], np.zeros(len(ops)))
 
-        Args:
-            e: The first event.
-            f: The second event, or the end.
-            values: Values k. Shape ``[row]``.
-            need: Columns of the need, or negative for the constant alone. Shape ``[row]``.
-            need_constant: Added to the need. Shape ``[row]``.
-            less: Columns subtracted from the need, or negative; none by default. Shape ``[row]``.
-            less_constant: Constants subtracted; none by default. Shape ``[row]``.
-            more: Columns added to the need, or negative; none by default. Shape ``[row]``.
+    def _supply(self, e: int, f: int, values: Ints, *need: tuple[float, _Term]) -> None:
+        """Rows: need <= S[e, k] + y[e, f, p] + X[f, p] - X[e, p] for each of some values k with producers p.
+
+        The need is a sum of variables, each with its factor. Rows that hold in any case are left out, and so are those of
+        unmodelled producers, whose values are taken as available: dropping rows relaxes.
         """
-        m, live, redo = self.model, self.live[e], self.recomputed[e, f]
-        producer = m.producer[values]
-        begun, ended = self.computed[e][producer], self.computed[f][producer]
-        # The part of dX that is constant; a column of X replaces its constant.
-        made = np.where(ended >= 0, 0.0, self.sure[f][producer]) - np.where(begun >= 0, 0.0, self.sure[e][producer])
-        given = (live[values] == NoColumn.ALWAYS_LIVE) | ((made >= 1.0) & (begun < 0) & (ended < 0))
+        producer = self.model.producer[values]
+        begun, ended = self._x(e, producer), self._x(f, producer)
+        made = ended.constants - begun.constants
+        given = (made >= 1.0) & (begun.columns < 0) & (ended.columns < 0)
+        given |= self.live[e, values] == NoColumn.ALWAYS_LIVE
         given |= self.unmodelled[e][producer] | self.unmodelled[f][producer]
-        nothing = np.full(len(values), NoColumn.UNMODELLED)
-        less, more = nothing if less is None else less, nothing if more is None else more
-        low = need_constant - made - (0.0 if less_constant is None else less_constant)
         use = np.flatnonzero(~given)
-        if not len(use):
-            return
         v = values[use]
-        self.builder.add_rows(
-            [
-                (live[v], 1.0),
-                (redo[producer[use]], 1.0),
-                (self.fetched[v], 1.0),
-                (ended[use], 1.0),
-                (begun[use], -1.0),
-                (need[use], -1.0),
-                (less[use], 1.0),
-                (more[use], -1.0),
-            ],
-            low=low[use],
-        )
+        supply = [(self.live[e, v], 1.0), (self.recomputed[e, f][producer[use]], 1.0), (self.fetched[v], 1.0)]
+        supply += [(ended.columns[use], 1.0), (begun.columns[use], -1.0)]
+        needed = sum((factor * term.constants for factor, term in need), np.zeros(len(values)))
+        self.builder.add_rows(supply + [(term.columns[use], -factor) for factor, term in need], low=(needed - made)[use])

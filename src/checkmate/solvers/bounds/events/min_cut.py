@@ -20,73 +20,31 @@ The bound is that of the linear program of the same event or better: there `y` a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.max_flow import build_arcs, max_flow
-
-Ints = npt.NDArray[np.int64]
-
-_SOURCE: Final = 0
-"""Node of all that surely runs after the event begins."""
-_SINK: Final = 1
-"""Node of all that surely does not."""
-_UNLIMITED: Final = 2**61
-"""Capacity of an arc that no cut of interest contains."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MinCutParameters:
-    """Parameters of `single_event`.
-
-    Attributes:
-        flow: Largest flow, to which capacities are scaled. Rounding down loses at most one for each arc.
-        steps: Most prices to try after the two at the ends; each takes a maximum flow.
-        accuracy: Share of the cost within which the price is good enough.
-    """
-
-    flow: float = 2.0**52
-    steps: int = 12
-    accuracy: float = 2e-5
-
-
-PARAMETERS = MinCutParameters()
+from checkmate.solvers.bounds.max_flow import Network
 
 
 class Line(NamedTuple):
-    """A cut as a function of the price of a byte: its cost, and the bytes that it holds at the event over the room for them.
-
-    Attributes:
-        cost: Cost of the ops that are computed again, in the graph's unit.
-        excess: Bytes held less those there is room for.
-    """
+    """A cut as a function of the price of a byte: cost of what is computed again, and bytes held less the room for them."""
 
     cost: float
     excess: float
 
 
 def single_event(model: CutModel, event: int, time_up: Flag) -> float:
-    """Bound the cost of every plan by what has to be computed again after one event.
-
-    Returns:
-        The bound on the cost of recomputation, as a share of computing every op once; infinite if no plan exists.
-    """
+    """Bound what every plan computes again after an event, as a share of computing every op once; infinite without a plan."""
     return segment(model, event, model.end, time_up)
 
 
 def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
-    """Bound what has to be computed again after an event begins and before another does; bounds of disjoint segments add up.
-
-    Returns:
-        As in `single_event`.
-    """
-    network = _Network(model, event, until, time_up)
-    total = max(1.0, float(model.cost.sum()))
+    """As `single_event`, for what comes before another event begins; bounds of disjoint segments add up."""
+    network = EventNetwork(model, event, until, time_up)
     # Without a price everything is held; at an infinite one as little as possible, whatever it costs.
     left = Line(0.0, float(network.held - network.room))
     if left.excess <= 0:
@@ -96,12 +54,12 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
         return math.inf
     right = network.line(runs)
     best = 0.0
-    for _ in range(PARAMETERS.steps):
+    for _ in range(12):  # prices after the two at the ends; each takes a maximum flow
         if time_up[0] or left.excess - right.excess <= 0:
             break
         price = (right.cost - left.cost) / (left.excess - right.excess)
         highest = left.cost + price * left.excess
-        if highest - best <= PARAMETERS.accuracy * total:
+        if highest - best <= 2e-5 * model.total:
             break
         value, runs = network.least_cost(price)
         best = max(best, value)
@@ -110,17 +68,17 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
             left = line
         else:
             right = line
-    return best / total
+    return best / model.total
 
 
-class _Network:
-    """The graph of the cut for one event and the time until another: its arcs, and what each costs or holds.
+class EventNetwork:
+    """The network of the cut for one event and the time until another: its arcs, and what each costs or holds.
 
-    Attributes:
-        held: Bytes of the values that are live at the event if nothing is computed again, beside those of the event itself.
-        room: Bytes that the budget leaves for them.
-        node: Node of r of each op. Shape ``[op + 1]``.
+    `held` are the bytes live at the event if nothing is computed again, beside those of the event itself, `room` those that the
+    budget leaves for them, and `node` has the node of r of each op.
     """
+
+    _LARGEST = 2.0**52  # flow, to which capacities are scaled; rounding down loses at most one for each arc
 
     def __init__(self, model: CutModel, event: int, until: int, time_up: Flag) -> None:
         m = model
@@ -133,101 +91,85 @@ class _Network:
         reached = above.copy()
         reached[event] = True
         floating = ~reached & ~below & inside
-        again = m.again.copy()
-        for o in m.clobbered:
-            again[o] &= not reached[list(m.clobbers[o])].any()
-        count = m.end + 1
-        self.node = np.full(count, _SINK, dtype=np.int64)
-        self.node[below] = _SOURCE
-        self.node[event] = _SOURCE
+        again = m.again_after(reached)
+        self.node = np.full(m.end + 1, Network.SINK, dtype=np.int64)
+        self.node[below] = Network.SOURCE
+        self.node[event] = Network.SOURCE
+        late = self.node.copy()
         free = np.flatnonzero((above & again & inside) | floating)
-        self.node[free] = np.arange(2, 2 + len(free))
-        late = np.full(count, _SINK, dtype=np.int64)
-        late[below] = _SOURCE
-        late[event] = _SOURCE
+        self.node[free] = np.arange(len(free)) + Network.FIRST
         late[floating] = self.node[floating]
         both = np.flatnonzero(floating & again)
-        late[both] = np.arange(2 + len(free), 2 + len(free) + len(both))
-        self._nodes = 2 + len(free) + len(both)
+        late[both] = np.arange(len(both)) + Network.FIRST + len(free)
+        self._nodes = Network.FIRST + len(free) + len(both)
         # An op that is computed again costs; one that floats does if it was computed before.
         sure = np.flatnonzero(above & again & inside)
         paid = np.concatenate([sure, both])
-        self._paid = self.node[paid], np.concatenate([np.full(len(sure), _SINK, dtype=np.int64), late[both]])
+        self._paid = self.node[paid], np.concatenate([np.full(len(sure), Network.SINK, dtype=np.int64), late[both]])
         self._paid_ops, self._paid_cost = paid, m.cost[paid]
         # late <= r, and late rises along the DAG.
         parents = m.parent_edges
         inside = floating[parents[:, 0]] & floating[parents[:, 1]]
-        self._forced = [
-            (late[both], self.node[both]),
-            (late[parents[inside, 0]], late[parents[inside, 1]]),
-        ]
+        self._forced = [(late[both], self.node[both]), (late[parents[inside, 0]], late[parents[inside, 1]])]
         self._add_values(m, event)
-        pairs = [self._paid, self._held, *self._forced]
-        tails, heads = (np.concatenate(part) for part in zip(*pairs, strict=True))
-        self._unlimited = sum(len(tail) for tail, _ in self._forced)
-        self._arcs = build_arcs(self._nodes, tails, heads)
+        self._network = Network(self._nodes, (self._paid, self._held), self._forced)
 
     def _add_values(self, m: CutModel, event: int) -> None:
         own = np.zeros(len(m.size), dtype=np.bool_)
-        own[m.inputs[event]] = True
-        own[m.outputs[event]] = True
+        own[[*m.inputs[event], *m.outputs[event]]] = True
         budget = m.problem.budget_bytes - m.problem.graph.resident_bytes
         self.room = budget - m.workspace[event] - int(m.size[own].sum())
         readers, maker = self.node[m.edge_op], self.node[m.producer]
-        use = (readers != _SINK) & ~own[m.edge_value] & (maker[m.edge_value] != _SOURCE) & (m.size[m.edge_value] > 0)
+        use = (
+            (readers != Network.SINK) & ~own[m.edge_value] & (maker[m.edge_value] != Network.SOURCE) & (m.size[m.edge_value] > 0)
+        )
         values, readers = m.edge_value[use], readers[use]
         # S of a value is the *or* over its readers: a separate node where there are several, and none of them is sure.
         sure = np.zeros(len(m.size), dtype=np.bool_)
-        sure[values[readers == _SOURCE]] = True
+        sure[values[readers == Network.SOURCE]] = True
         many = np.bincount(values, minlength=len(m.size))
         reader = np.full(len(m.size), -1, dtype=np.int64)
         reader[values] = readers
         shared = (many > 1) & ~sure
         reader[shared] = np.arange(self._nodes, self._nodes + int(shared.sum()))
-        reader[sure] = _SOURCE
+        reader[sure] = Network.SOURCE
         self._nodes += int(shared.sum())
         self._forced.append((readers[shared[values]], reader[values[shared[values]]]))
         held = np.flatnonzero(reader >= 0)
         # Sure to be read later, and made by an op that does not run again: live in every plan.
-        always = (reader[held] == _SOURCE) & (maker[held] == _SINK)
+        always = (reader[held] == Network.SOURCE) & (maker[held] == Network.SINK)
         self.room -= int(m.size[held[always]].sum())
         held = held[~always]
         # The replay state of an op that has run is held if it runs again.
         states = np.flatnonzero(m.replay[self._paid_ops] > 0)
-        of_states = (side[states] for side in self._paid)
-        self._held = tuple(np.concatenate(pair) for pair in zip((reader[held], maker[held]), of_states, strict=True))
+        runs, ran = self._paid
+        self._held = np.append(reader[held], runs[states]), np.append(maker[held], ran[states])
         self._held_bytes = np.concatenate([m.size[held], m.replay[self._paid_ops[states]]])
-        self.held = int(self._held_bytes[self._held[0] == _SOURCE].sum())
+        self.held = int(self._held_bytes[self._held[0] == Network.SOURCE].sum())
 
     def line(self, runs: npt.NDArray[np.bool_]) -> Line:
-        """Cost and bytes of a cut.
-
-        Args:
-            runs: Side of each node. Shape ``[node]``.
-        """
+        """Cost and bytes of a cut, by the side of each node."""
         cost = self._paid_cost[runs[self._paid[0]] & ~runs[self._paid[1]]].sum()
         held = self._held_bytes[runs[self._held[0]] & ~runs[self._held[1]]].sum()
         return Line(float(cost), float(held - self.room))
 
     def least_bytes(self) -> tuple[int, npt.NDArray[np.bool_]]:
         """A lower bound on the bytes held at the event, whatever it costs, and the cut."""
-        scale = min(1.0, PARAMETERS.flow / max(1, self.held))
+        scale = min(1.0, self._LARGEST / max(1, self.held))
         flow, runs = self._flow(0.0, scale)
         return math.floor(flow / scale), runs
 
     def least_cost(self, price: float) -> tuple[float, npt.NDArray[np.bool_]]:
         """A lower bound on the cost for a price of a byte, in the graph's unit, and the cut."""
         # No cut of interest is larger than the one where nothing is computed again.
-        scale = PARAMETERS.flow / max(1.0, price * self.held)
+        scale = self._LARGEST / max(1.0, price * self.held)
         flow, runs = self._flow(scale, price * scale)
         return flow / scale - price * self.room, runs
 
     def _flow(self, of_cost: float, of_byte: float) -> tuple[int, npt.NDArray[np.bool_]]:
         """The largest flow for capacities that are rounded down, and the source's side of its cut."""
         scaled = np.concatenate([_rounded_down(self._paid_cost, of_cost), _rounded_down(self._held_bytes, of_byte)])
-        capacity = np.minimum(scaled, _UNLIMITED).astype(np.int64)
-        whole = np.concatenate([capacity, np.full(self._unlimited, _UNLIMITED, dtype=np.int64)])
-        return max_flow(self._arcs, whole, _SOURCE, _SINK, self._time_up)
+        return self._network.flow(np.minimum(scaled, Network.UNLIMITED).astype(np.int64), self._time_up)
 
 
 def _rounded_down(amounts: npt.NDArray[Any], factor: float) -> npt.NDArray[np.float64]:

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -29,62 +28,37 @@ from checkmate.solvers.backends.program import Floats, Ints, Solved
 from checkmate.solvers.bounds.events.event_cuts import CutProgram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelaxationParameters:
-    """Parameters of `relax`.
+def relax(cut: CutProgram, *, time_s: float, enough: float = math.inf, at_once: int = 10_000) -> Solved:
+    """Solve the relaxation of a program of events, up to a bound beyond which more is of no use.
 
-    Attributes:
-        least_rows: Rows of longer segments up to which a program is solved with all of them at once, which takes less time.
-        least_gain: Share of the distance from the bound to what is enough that a round has to gain.
-        patience: Rounds in a row without that gain after which to stop.
-        tolerance: By how much a row is broken that counts as broken. The engine's is 1e-7.
-    """
-
-    least_rows: int = 10_000
-    least_gain: float = 0.002
-    patience: int = 2
-    tolerance: float = 1e-6
-
-
-PARAMETERS = RelaxationParameters()
-_RISE: Final = 1e-9
-"""Least rise of a column. Smaller ones are rounding errors, which could raise each other for long."""
-
-
-def relax(cut: CutProgram, *, time_s: float, enough: float = math.inf) -> Solved:
-    """Solve the relaxation of a program of events.
-
-    Args:
-        cut: The program.
-        time_s: Seconds it may take.
-        enough: Bound beyond which more is of no use; by default no round is left out for its small gain.
-
-    Returns:
-        The best bound of all rounds and the row prices of the last one that was solved to its end, without a solution. Finished
-        if no more rows are needed, or the last rounds gained too little.
+    The answer has the best bound of all rounds and the row prices of the last one that was solved to its end, without a solution.
+    It is finished if no more rows are needed, or the last rounds gained too little. With so few implied rows that it takes less
+    time, a program is solved with all of them at once.
     """
     from checkmate.solvers.backends.highs import solve_linear
 
-    if int(cut.implied.sum()) <= PARAMETERS.least_rows:
-        return replace(solve_linear(cut.program, time_s=time_s), solution=None, objective=math.inf)
+    if int(cut.implied.sum()) <= at_once:
+        solved = solve_linear(cut.program, time_s=time_s)
+        return Solved(bound=solved.bound, finished=solved.finished, row_prices=solved.row_prices)
     until = time.monotonic() + time_s
     segments = LongSegments(cut)
     rows = ~cut.implied
-    best = Solved(-math.inf, None, math.inf, False)
+    best = Solved()
     without_gain = 0
     while True:
         solved = solve_linear(cut.program.with_rows(rows), time_s=until - time.monotonic())
         bound = max(best.bound, solved.bound)
         if solved.solution is None or solved.row_prices is None:
-            return replace(best, bound=bound, finished=solved.finished)
-        little = math.isfinite(enough) and bound <= best.bound + PARAMETERS.least_gain * (enough - best.bound)
+            return Solved(bound=bound, finished=solved.finished, row_prices=best.row_prices)
+        # Two rounds in a row that gain less than this share of the distance to what is enough are the last ones.
+        little = math.isfinite(enough) and bound <= best.bound + 0.002 * (enough - best.bound)
         without_gain = without_gain + 1 if little else 0
         added = segments.contradiction(solved.solution)
         added = added[~rows[added]]
-        finished = not len(added) or without_gain >= PARAMETERS.patience or bound >= enough
+        finished = not len(added) or without_gain >= 2 or bound >= enough
         prices = np.zeros(len(rows))
         prices[rows] = solved.row_prices
-        best = Solved(bound, None, math.inf, finished, row_prices=prices)
+        best = Solved(bound=bound, finished=finished, row_prices=prices)
         if finished:
             return best
         rows[added] = True
@@ -122,16 +96,12 @@ class LongSegments:
         self._needs.eliminate_zeros()
 
     def contradiction(self, solution: Floats) -> Ints:
-        """Rows that a completion of a solution breaks, and those that raised their columns.
+        """Rows that a completion of a solution breaks, and those that raised their columns; none if it keeps all.
 
-        Args:
-            solution: A point that keeps the other rows of the program, and perhaps some of these. Shape ``[column]``.
-
-        Returns:
-            Rows of the program, at least one of which the solution breaks; none if its completion keeps all.
+        The solution keeps the other rows of the program, and breaks at least one of those returned itself.
         """
         x, reason = self._completed(solution)
-        chosen = self._low - self._matrix @ x > PARAMETERS.tolerance
+        chosen = self._low - self._matrix @ x > 1e-6  # the engine's tolerance is 1e-7
         new = np.flatnonzero(chosen)
         seen = np.zeros(len(x), dtype=np.bool_)
         while len(new):
@@ -144,14 +114,11 @@ class LongSegments:
         return self._rows[chosen]
 
     def _completed(self, solution: Floats) -> tuple[Floats, Ints]:
-        """The solution with free columns raised to what their rows ask.
+        """The solution with free columns raised to what their rows ask, and the row that raised each last, -1 if none did.
 
         An engine's solution is outside of the limits of its columns by up to its tolerance. Inside them a clause asks for no more
         than the least of its negative columns, so that columns that raise each other in a circle come to rest. Where a third one
         is -1e-7 they would go on to 1 in ten million steps.
-
-        Returns:
-            The point, and the row that raised each column last, -1 if none did. Shapes ``[column]``.
         """
         x = np.clip(solution, self._lowest, self._highest)
         reason = np.full(len(x), -1, dtype=np.int64)
@@ -159,7 +126,7 @@ class LongSegments:
         for _ in columns:  # each pass settles one at least
             asked = low - self._raising_rows @ x + x[self._raised]
             most = np.maximum.reduceat(asked, self._first)
-            rises = most > x[columns] + _RISE
+            rises = most > x[columns] + 1e-9  # smaller ones are rounding errors, which could raise each other for long
             if not rises.any():
                 break
             asks_most = np.flatnonzero((asked >= np.repeat(most, self._count)) & np.repeat(rises, self._count))
