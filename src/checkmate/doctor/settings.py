@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkmate.core.units import format_bytes
-from checkmate.cost.processor import processor
+from checkmate.cost.store import processor
 from checkmate.doctor.check import Check
 from checkmate.doctor.installation import check_folder
 from checkmate.torch._compat.aot import inductor_cache_folder

@@ -19,8 +19,7 @@ from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device, roofline_ns
-from checkmate.cost.processor import library_variables, processor
-from checkmate.cost.store import OpCost, quantise
+from checkmate.cost.store import OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource

@@ -23,10 +23,9 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
-from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
+from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, RefusedCalls, counted
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.compilation.hooks import Hooks
-from checkmate.torch.compilation.torch_errors import NO_GRADIENT, NO_GRADIENT_HINT
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options

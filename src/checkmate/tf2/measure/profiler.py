@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
-from checkmate.cost.processor import library_variables, processor
-from checkmate.cost.store import OpCost, quantise
+from checkmate.cost.store import OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource

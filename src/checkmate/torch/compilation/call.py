@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from checkmate.core.errors import CheckmateError
+from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dynamo import (
     CompileLog,
@@ -30,11 +31,24 @@ from checkmate.torch._compat.dynamo import (
     watch_compilations,
 )
 from checkmate.torch.compilation.skipped import Place, hints, listed, place
-from checkmate.torch.compilation.torch_errors import in_words
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
 
 _log = logging.getLogger("checkmate.torch")
+NO_GRADIENT = "nothing in this step requires a gradient, so that there is no backward to plan"
+NO_GRADIENT_HINT = "check that parameters have requires_grad=True, and that the loss depends on them"
+_TWO_DEVICES = r"tensors of model and batch are on two devices, \1 and \2"
+_ONE_DEVICE = "call model.to(device) and x.to(device) with one device; what is on meta has no data and has to be made there"
+_FROZEN = "a parameter that the step updates does not require a gradient any more"
+_AGAIN = "call checkmate.torch.compile again, with an optimizer of [p for p in model.parameters() if p.requires_grad]"
+_BACKWARD = "model or loss call backward() or torch.autograd.grad themselves, and the step does the backward"
+_KNOWN: tuple[tuple[str, type[CheckmateError], str, str], ...] = (
+    (r"at least two devices, (\S+) and ([^\s!]+)", OptionError, _TWO_DEVICES, _ONE_DEVICE),
+    (r"does not have a grad_fn|argument to `grad\(\)` cannot be empty", GraphError, NO_GRADIENT, NO_GRADIENT_HINT),
+    ("One of the differentiated Tensors does not require grad", OptionError, _FROZEN, _AGAIN),
+    ("consumed? grad_fn", OptionError, _BACKWARD, "return the loss alone"),
+)
+"""Patterns in the text of errors of Dynamo whose cause in the user's code is known, with the error, the sentence and the hint."""
 
 
 class NothingPlannedError(CheckmateError, RuntimeError):
@@ -241,3 +255,12 @@ def counted(run: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return counting
+
+
+def in_words(error: BaseException | None) -> CheckmateError | None:
+    """The error that tells the cause of an error of Dynamo; None if the cause is not known."""
+    for pattern, kind, sentence, hint in _KNOWN:
+        found = re.search(pattern, str(error))
+        if found is not None:
+            return kind(found.expand(sentence), hint=hint)
+    return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import backends
 
-from checkmate.cost.processor import library_variables, processor
+from checkmate.cost.store import library_variables, processor
 
 
 def kernel_settings(device: torch.device) -> str:

@@ -20,8 +20,8 @@ from checkmate.torch._compat.dispatch import FakeTensor, fake_mode_with_numbers
 from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, UserError, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import ChunkableStep
+from checkmate.torch.compilation.call import in_words
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.compilation.torch_errors import in_words
 from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture
