@@ -170,16 +170,16 @@ def by_model(
     rows: str = "models",
     packages: Sequence[str] = ("torch", "transformers"),
     settings: Mapping[str, str] = MappingProxyType({}),
-    cells: Mapping[str, Sequence[str]] | None = None,
+    row: Callable[[str, Callable[..., Any]], Any] | None = None,
 ) -> int:
     """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
 
     In the child ``run`` measures a model, given seconds for a solve and rounds of steps, and ``verdict`` says in words which
     promises its row breaks. Results go to ``benchmarks/results``, named as the script, under the name ``rows``, with the
     versions of ``packages``; models that are not named on the command line keep those of the last run. With ``own_cache`` what
-    an earlier run measured does not answer for this one. ``settings`` are further ones of the environment of a child. Where a
-    model has ``cells``, each has a child, ``run`` gets its name too, and the row has what they give. The exit status is 1 if a
-    promise is broken.
+    an earlier run measured does not answer for this one. ``settings`` are further ones of the environment of a child. A row of
+    several children is made by ``row``, given the model and a function that starts one: its arguments beside the model are those
+    of ``run``. The exit status is 1 if a promise is broken.
     """
     command = parser(about)
     command.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL")
@@ -188,19 +188,20 @@ def by_model(
     command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = command.parse_args()
     if options.child:
-        name, limit, times, *cell = options.child
-        answer(run(name, float(limit), int(times), *cell))
+        name, limit, times, *rest = options.child
+        answer(run(name, float(limit), int(times), *rest))
         return 0
     found = earlier(script, rows)
     for name in options.models:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**settings, **({"CHECKMATE_CACHE": cache} if own_cache else {})}
-            arguments = (name, str(options.time_limit), str(options.rounds))
-            if cells is None:
-                found[name] = child(script, *arguments, **environment)
-            else:
-                found[name] = {cell: child(script, *arguments, cell, **environment) for cell in cells[name]}
-        save(script, {**ran(*packages), rows: {n: found[n] for n in models if n in found}})
+
+            def ask(name: str, *rest: str, environment: Mapping[str, str] = environment) -> Any:
+                return child(script, name, str(options.time_limit), str(options.rounds), *rest, **environment)
+
+            found[name] = ask(name) if row is None else row(name, ask)
+        print(name, verdict(name, found[name]) or "holds", flush=True)
+        save(script, {**ran(*packages), "time_limit_s": options.time_limit, rows: {n: found[n] for n in models if n in found}})
     broken = [line for name in models for line in (verdict(name, found[name]) if name in found else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)

@@ -5,14 +5,13 @@ For every network: keeping everything by the plan, three budgets, a plain ``tf.f
 the allocator is what was reckoned, to 2 %; the numbers are those of keeping everything, to the bit; what the plan computes again
 runs again. Exit status 1 if one breaks.
 
-    python benchmarks/tf2_peaks.py [--networks resnet50 unet] [--time-limit 20]
+    python benchmarks/tf2_peaks.py [--models resnet50 unet] [--time-limit 20]
 
 Networks that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import answer, child, earlier, mib, parser, ran, save
+from fresh import by_model, mib
 
 from tests.tf2.budgets import BUDGETS
 
@@ -34,34 +33,26 @@ COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    command = parser(__doc__)
-    command.add_argument("--networks", nargs="+", default=BUDGETS)
-    command.add_argument("--time-limit", type=float, default=20.0, help="seconds that the searches of a point may take")
-    command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = command.parse_args()
-    if options.child:
-        answer(CHILDREN[options.child[0]](*options.child[1:]))
-        return 0
-    rows = earlier(__file__, "networks")
-    for name in options.networks:
-        rows[name] = run_network(name, str(options.time_limit))
-        print(name, rows[name], flush=True)
-        save(__file__, {**ran("tensorflow", "keras"), "networks": rows})
-    broken = [line for name in BUDGETS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    settings = {"rows": "networks", "packages": ("tensorflow", "keras"), "settings": COUNTING, "time_limit_s": 20.0}
+    return by_model(__file__, __doc__, tuple(BUDGETS), run=run, verdict=verdict, row=row, **settings)
 
 
-def run_network(name: str, time_limit_s: str) -> dict[str, Any]:
+def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
     """All runs of a network, one after the other, each in a process of its own."""
-    keep = child(__file__, "planned", name, "", time_limit_s, **COUNTING)
+    keep = ask(name, "planned", "")
     points = []
     for budget in BUDGETS[name]:
-        point = child(__file__, "planned", name, budget, time_limit_s, **COUNTING)
+        point = ask(name, "planned", budget)
         same = {} if "refused" in point else {"identical": point["digest"] == keep["digest"]}
         points.append({"budget": budget, **point, **same})
-    plain, pieces = child(__file__, "plain", name, **COUNTING), child(__file__, "recompute_grad", name, **COUNTING)
-    return {"keep_all": keep, "points": points, "plain": plain, "recompute_grad": pieces}
+    return {"keep_all": keep, "points": points, "plain": ask(name, "plain"), "recompute_grad": ask(name, "recompute_grad")}
+
+
+def run(name: str, time_limit_s: float, _rounds: int, how: str, budget: str = "") -> dict[str, Any]:
+    """Child: one of the ways to train."""
+    if how == "planned":
+        return planned(name, budget, time_limit_s)
+    return plain(name) if how == "plain" else recompute_grad(name)
 
 
 def build(name: str) -> tuple[Any, ...]:
@@ -97,7 +88,7 @@ def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any,
     return {"peak_bytes": max(peaks[1:]), "time_s": min(times[1:]), "digest": digest.hexdigest()[:16]}
 
 
-def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
+def planned(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
     """Child: a planned step; without a budget it keeps everything."""
     import checkmate
     from checkmate.tf2._compat import trace_events
@@ -108,7 +99,7 @@ def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
     began = time.perf_counter()
     if budget:
         try:
-            step = checkmate.tf2.compile(model, loss, optimizer, x, y, budget=budget, time_limit_s=float(time_limit_s))
+            step = checkmate.tf2.compile(model, loss, optimizer, x, y, budget=budget, time_limit_s=time_limit_s)
         except checkmate.InfeasibleBudgetError as error:
             return {"refused": error.message}
     else:
@@ -186,9 +177,6 @@ def cut(model: Any) -> list[Any]:
         pieces.append(keras.Model(source, outputs[place]))
         source = outputs[place]
     return pieces
-
-
-CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"planned": planned, "plain": plain, "recompute_grad": recompute_grad}
 
 
 def verdict(name: str, row: dict[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ Models that are not named keep their rows of the last run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import steps
-from fresh import answer, child, digest, earlier, mib, parser, ran, save
+from fresh import by_model, digest, mib
 from models import MODELS, build
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -32,39 +31,22 @@ FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    command = parser(__doc__)
-    command.add_argument("--models", nargs="+", default=MODELS)
-    command.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = command.parse_args()
-    if options.child:
-        kind, *arguments = options.child
-        answer({"plan": plan_points, "run": run_point}[kind](*arguments))
-        return 0
-    rows = earlier(__file__)
-    for name in options.models:
-        rows[name] = run_model(name, str(options.time_limit))
-        print(name, rows[name], flush=True)
-        save(__file__, {**ran("torch", "transformers"), "fractions": FRACTIONS, "models": rows})
-    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    return by_model(__file__, __doc__, tuple(MODELS), run=run, verdict=verdict, row=row, rounds=3)
 
 
-def run_model(name: str, time_limit_s: str) -> dict[str, Any]:
+def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
     """All runs of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        planned = child(__file__, "plan", name, folder, time_limit_s)
-        keep = child(__file__, "run", name, "keep all")
+        planned, keep = ask(name, "plan", folder), ask(name, "keep all")
         for point in planned["points"]:
-            point.update(child(__file__, "run", name, point.pop("plan")))
+            point.update(ask(name, point.pop("plan")))
             point["time_ratio"] = point["time_s"] / keep["time_s"]
             point["identical"] = point["digests"] == keep["digests"]
-    others = {how: child(__file__, "run", name, how) for how in ("eager", "checkpoint_per_block")}
+    others = {how: ask(name, how) for how in ("eager", "checkpoint_per_block")}
     return {**planned, "keep_all": keep, **others}
 
 
-def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
+def plan_points(name: str, folder: str, time_limit_s: float) -> dict[str, Any]:
     """Child: capture once, find the smallest budget, and plan for every budget."""
     import checkmate.torch
     from checkmate import Limits, PlanNotFoundError, Problem, evaluate, min_budget, solve, write
@@ -74,8 +56,8 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     began = time.perf_counter()
     graph = checkmate.torch.capture(case.model, example=case.batch)
     captured = time.perf_counter() - began
-    limits = Limits(time_s=float(time_limit_s))
-    smallest = min_budget(graph, limits=Limits(time_s=2 * float(time_limit_s)))
+    limits = Limits(time_s=time_limit_s)
+    smallest = min_budget(graph, limits=Limits(time_s=2 * time_limit_s))
     assert smallest.plan is not None
     top = keep_all_bytes(graph)
     points: list[dict[str, Any]] = []
@@ -113,12 +95,14 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     }
 
 
-def run_point(name: str, how: str) -> dict[str, Any]:
-    """Child: a step by a plan or one of the other ways; peak, time and digests of what it computed."""
+def run(name: str, time_limit_s: float, rounds: int, how: str, folder: str = "") -> dict[str, Any]:
+    """Child: plans, or a step by a plan or one of the other ways; peak, time and digests of what it computed."""
     import torch
 
     import checkmate.torch
 
+    if how == "plan":
+        return plan_points(name, folder, time_limit_s)
     case = build(name)
     if how == "eager":
         step: Callable[[], Any] = steps.eager(case)
@@ -136,7 +120,7 @@ def run_point(name: str, how: str) -> dict[str, Any]:
         "random_state": digest(torch.get_rng_state()),
     }
     times = []
-    for _ in range(3):
+    for _ in range(rounds):
         case.model.zero_grad(set_to_none=True)
         began = time.process_time()
         step()

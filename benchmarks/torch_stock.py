@@ -15,13 +15,11 @@ Models that are not named keep their rows of the last run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
 import random
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, earlier, mib, parser, pass_warnings_to, ran, save
+from fresh import ChildError, by_model, digest, mib, pass_warnings_to
 
 BUDGETS = ("100%", "60%", "40%")
 STEPS = 4
@@ -38,42 +36,29 @@ PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "torchvision",
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    command = parser(__doc__)
-    command.add_argument("--models", nargs="+", default=None)
-    command.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
-    command.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = command.parse_args()
-    if options.child:
-        name, budget, limit = options.child
-        answer(run(name, budget, float(limit)))
-        return 0
     from stock_models import MODELS
 
-    rows = earlier(__file__)
-    cache = tempfile.mkdtemp()
-    for name in options.models or MODELS:
-        rows[name] = {budget: _child(name, budget, options.time_limit, cache) for budget in BUDGETS}
-        print(name, {budget: broken_promises(rows[name], budget) or "holds" for budget in BUDGETS}, flush=True)
-        report = {
-            **ran(*PACKAGES),
-            "time_limit_s": options.time_limit,
-            "models": {n: rows[n] for n in MODELS if n in rows},
-        }
-        save(__file__, report)
-    broken = [f"{n}: not run" for n in MODELS if n not in rows]
-    broken += [f"{n} at {b}: {why}" for n in MODELS if n in rows for b in BUDGETS for why in broken_promises(rows[n], b)]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    settings = {"packages": PACKAGES, "settings": {"HF_HUB_OFFLINE": "1"}, "time_limit_s": 5.0, "own_cache": True}
+    return by_model(__file__, __doc__, tuple(MODELS), run=run, verdict=verdict, row=row, **settings)
 
 
-def _child(name: str, budget: str, limit: float, cache: str) -> dict[str, Any]:
-    try:
-        return child(__file__, name, budget, str(limit), CHECKMATE_CACHE=cache, HF_HUB_OFFLINE="1")
-    except ChildError as error:
-        return {"error": str(error)}
+def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
+    """Each budget in a process of its own."""
+    found: dict[str, Any] = {}
+    for budget in BUDGETS:
+        try:
+            found[budget] = ask(name, budget)
+        except ChildError as error:
+            found[budget] = {"error": str(error)}
+    return found
 
 
-def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """Promises that the runs of a model break, in words."""
+    return [f"{name} at {budget}: {why}" for budget in BUDGETS for why in broken_promises(row, budget)]
+
+
+def run(name: str, time_limit_s: float, _rounds: int, budget: str) -> dict[str, Any]:
     """Child: four steps under a budget, with the peak and digests of each; then a first step once more, for its peak."""
     import numpy
     import torch

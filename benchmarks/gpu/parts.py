@@ -207,39 +207,6 @@ def _ours(budget: int, compiler: Any, time_limit_s: float, case: Case) -> Callab
     return lambda: step(**case.batch)[1]
 
 
-def fits(setting: Setting, name: str) -> dict[str, Any]:
-    """What `fits` predicts from shapes alone, against this device."""
-    shapes = build(name, "meta", setting.tiny)
-    device = _profile(setting)
-    if device is None:
-        setting.left_out.append(f"no profile of {torch.cuda.get_device_name(0)}: add one with `checkmate devices`")
-        return {}
-    report = checkmate.torch.fits(
-        shapes.model, example=shapes.batch, device=device, whole=False, time_limit_s=4 * setting.solve_s
-    )
-    case = setting.case(name)
-    step = checkmate.torch.compile(case.model, example=case.batch)
-    row = observed(setting, lambda: step(**case.batch)[1], case)
-    return {
-        "profile": device,
-        "predicted_keep_all_bytes": report.keep_all_bytes,
-        "predicted_reserved_bytes": report.reserved_bytes,
-        "predicted_least_s": report.result.cost / 1e9 if report.result is not None else None,
-        "remarks": list(report.remarks),
-        **row,
-    }
-
-
-def _profile(setting: Setting) -> str | None:
-    """The device profile of this device, by its name."""
-    from checkmate.cost.device import device_names
-
-    if setting.device != "cuda":
-        return "CPU"
-    known = torch.cuda.get_device_name(0).upper()
-    return next((name for name in device_names() if name.upper().removeprefix("RTX ") in known), None)
-
-
 def reserved(setting: Setting, name: str) -> dict[str, Any]:
     """Budgets of reserved memory: what the allocator holds while a plan runs that is planned for it."""
     case = setting.case(name)
@@ -318,7 +285,6 @@ def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[Gra
 KINDS: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
     "peaks": peaks,
     "front": front,
-    "fits": fits,
     "reserved": reserved,
     "offload": offload,
     "inductor": inductor,

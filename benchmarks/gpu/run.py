@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
 
 MODELS = ("gpt2", "llama_1b", "bert", "vit_l", "resnet50", "unet", "dit", "mixtral")
-KINDS = ("peaks", "fits", "front", "reserved", "offload", "inductor")
+KINDS = ("peaks", "front", "reserved", "offload", "inductor")
 PARTS = tuple(f"{kind}:{model}" for kind in KINDS for model in MODELS)
 """All parts, in the order in which they are run: what decides most comes first."""
 
@@ -163,10 +163,6 @@ def verdict(known: dict[str, Any]) -> list[str]:
                 broken.append(f"{row['budget']}: reserved {row['reserved_bytes']}, planned {row['planned_bytes']}")
     if kind in ("front", "inductor") and not known["tiny"]:
         broken += beaten(result["variants"], known["left_out"])
-    if kind == "fits" and result:
-        predicted, peak = result["predicted_keep_all_bytes"], result["allocated_bytes"]
-        if not known["tiny"] and abs(peak - predicted) > 0.02 * peak:
-            broken.append(f"predicted {predicted}, measured {peak}")
     if kind == "offload":
         broken += copied(result["points"], tiny=known["tiny"])
     if kind == "reserved":
