@@ -6,12 +6,15 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,16 +39,7 @@ class ChildError(RuntimeError):
 
 
 def child(script: str, *arguments: str, **environment: str) -> Any:
-    """What ``script --child arguments`` answers in a fresh process on one thread.
-
-    Args:
-        script: File of the benchmark.
-        arguments: What its child is given.
-        environment: Settings of the process beside those for one thread.
-
-    Raises:
-        ChildError: It failed; why is on the terminal.
-    """
+    """What ``script --child arguments`` answers in a fresh process on one thread; a failure is on the terminal."""
     command = [sys.executable, "-W", "ignore", script, "--child", *arguments]
     settings = {**os.environ, **_ONE_THREAD, **environment}
     done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=False)
@@ -76,6 +70,19 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
+def pass_warnings_to(add: Callable[[str], object]) -> logging.Handler:
+    """Give the library's warnings to a function from now on."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: add(without_folders(record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("checkmate").addHandler(handler)
+    return handler
+
+
+def without_folders(text: str) -> str:
+    """A message whose file names begin in site-packages, or in this repository."""
+    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
+
+
 def mib(size_bytes: int) -> str:
     """MiB with two decimals."""
     return f"{size_bytes / 2**20:.2f}"
@@ -95,78 +102,105 @@ def results_of(script: str) -> Path:
 
 
 def earlier(script: str, rows: str = "models") -> Any:
-    """The rows of a benchmark's last run; empty before the first one.
-
-    Args:
-        script: File of the benchmark.
-        rows: Their name in the report.
-    """
+    """The rows of a benchmark's last run, by their name in its report; empty before the first one."""
     results = results_of(script)
     return json.loads(results.read_text())[rows] if results.exists() else {}
 
 
 def save(script: str, report: dict[str, Any]) -> None:
-    """Write a report to ``benchmarks/results``, named as the script.
-
-    Args:
-        script: File of the benchmark.
-        report: The results.
-    """
+    """Write a report to ``benchmarks/results``, named as the script."""
     results_of(script).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def ran(*packages: str) -> dict[str, Any]:
+    """What a report begins with."""
+    return {"hardware": hardware(), "versions": versions(*packages)}
+
+
+def add_rows(
+    script: str,
+    new: Iterable[dict[str, Any]],
+    by: Sequence[str],
+    *,
+    rows: str = "rows",
+    packages: Sequence[str] = (),
+    **facts: Any,
+) -> list[dict[str, Any]]:
+    """Print rows and add them to those of the last run, in place of those that have the same values of the keys ``by``.
+
+    The results are kept after each row, under the name ``rows``. All rows are returned.
+    """
+    found = {tuple(row[key] for key in by): row for row in earlier(script, rows)}
+    for row in new:
+        print(*row.values(), flush=True)
+        found[tuple(row[key] for key in by)] = row
+        save(script, {**ran(*packages), **facts, rows: list(found.values())})
+    return list(found.values())
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with its docstring as the help."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def paper(name: str, about: str | None, measure: Callable[[bool], dict[str, Any]]) -> None:
+    """The command line of a paper's script: measure and keep the results, or with ``--quick`` measure less and print it."""
+    command = parser(about)
+    command.add_argument("--quick", action="store_true", help="less of it, with short limits; replaces no full run")
+    quick = command.parse_args().quick
+    began = time.perf_counter()
+    report = {**ran("numba"), **measure(quick)}
+    report["seconds"] = round(time.perf_counter() - began)
+    if quick:
+        print(json.dumps(report, indent=1))
+    else:
+        save(name, report)
 
 
 def by_model(
     script: str,
-    about: str,
+    about: str | None,
     models: Sequence[str],
     *,
-    run: Callable[[str, float, int], Any],
+    run: Callable[..., Any],
     verdict: Callable[[str, Any], list[str]],
     rounds: int = 5,
+    time_limit_s: float = 30.0,
     own_cache: bool = False,
+    rows: str = "models",
     packages: Sequence[str] = ("torch", "transformers"),
     settings: Mapping[str, str] = MappingProxyType({}),
+    cells: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
 
-    Results go to ``benchmarks/results``, named as the script. Models that are not named on the command line keep their rows of
-    the last run.
-
-    Args:
-        script: File of the benchmark.
-        about: What ``--help`` says.
-        models: Names of the models.
-        run: Measures a model, given seconds for a solve and rounds of steps; called in the child.
-        verdict: Promises that a row breaks, in words.
-        rounds: How many there are by default.
-        own_cache: Whether what an earlier run measured must not answer for this one.
-        packages: Packages whose versions are kept.
-        settings: Further settings of the environment of a child.
-
-    Returns:
-        The exit status: 1 if a promise is broken.
+    In the child ``run`` measures a model, given seconds for a solve and rounds of steps, and ``verdict`` says in words which
+    promises its row breaks. Results go to ``benchmarks/results``, named as the script, under the name ``rows``, with the
+    versions of ``packages``; models that are not named on the command line keep those of the last run. With ``own_cache`` what
+    an earlier run measured does not answer for this one. ``settings`` are further ones of the environment of a child. Where a
+    model has ``cells``, each has a child, ``run`` gets its name too, and the row has what they give. The exit status is 1 if a
+    promise is broken.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=models, default=models)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(about)
+    command.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL")
+    command.add_argument("--time-limit", type=float, default=time_limit_s, help="seconds a solve may take")
+    command.add_argument("--rounds", type=int, default=rounds)
+    command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = command.parse_args()
     if options.child:
-        name, limit, times = options.child
-        answer(run(name, float(limit), int(times)))
+        name, limit, times, *cell = options.child
+        answer(run(name, float(limit), int(times), *cell))
         return 0
-    rows = earlier(script)
+    found = earlier(script, rows)
     for name in options.models:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**settings, **({"CHECKMATE_CACHE": cache} if own_cache else {})}
-            rows[name] = child(script, name, str(options.time_limit), str(options.rounds), **environment)
-        report = {
-            "hardware": hardware(),
-            "versions": versions(*packages),
-            "models": {n: rows[n] for n in models if n in rows},
-        }
-        save(script, report)
-    broken = [line for name in models for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+            arguments = (name, str(options.time_limit), str(options.rounds))
+            if cells is None:
+                found[name] = child(script, *arguments, **environment)
+            else:
+                found[name] = {cell: child(script, *arguments, cell, **environment) for cell in cells[name]}
+        save(script, {**ran(*packages), rows: {n: found[n] for n in models if n in found}})
+    broken = [line for name in models for line in (verdict(name, found[name]) if name in found else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)

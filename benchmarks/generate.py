@@ -1,23 +1,15 @@
 """Graphs made by rule: unit chains, random layered graphs, GPT-like training steps of any size.
 
-    python benchmarks/generate.py chain 32 --out linear32.graph.json
-    python benchmarks/generate.py layered 250 --seed 3 --out layered250.graph.json
-    python benchmarks/generate.py gpt 4000 --out gpt4000.graph.json
-    python benchmarks/generate.py skipping 100000 --out skipping100000.graph.json
-
 The same arguments give the same graph, on every machine. Nothing here is needed to plan; benchmarks and tests use it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import checkmate
 from checkmate import Graph, Op, Value
 
 
@@ -43,14 +35,8 @@ def chain(layers: int) -> Graph:
 def skipping(ops: int, *, seed: int = 0, share: float = 0.15, reach: int = 40) -> Graph:
     """A training step of a long chain with skip connections, of random sizes and costs.
 
-    Each forward op reads the one before it, and some also one of those further back. The gradient of an op reads the
-    gradients of what reads it, and its own inputs.
-
-    Args:
-        ops: Ops, about half of them forward.
-        seed: Seed.
-        share: Share of the forward ops with a skip connection.
-        reach: Longest distance of a skip connection, in ops.
+    Each forward op reads the one before it, and a share of them also one within reach further back. The gradient of an op reads
+    the gradients of what reads it, and its own inputs.
     """
     rng = random.Random(seed)
     layers = max(1, (ops - 1) // 2)
@@ -77,10 +63,10 @@ def layered(
     nodes: int,
     *,
     seed: int = 0,
-    aspect: float = 0.36,
-    variability: float = 0.75,
-    density: float = 0.2,
-    skips: float = 0.14,
+    aspect: float = 0.36,  # mean width of a layer over the number of layers
+    variability: float = 0.75,  # a layer's width is uniform within this share of the mean
+    density: float = 0.2,  # chance of each edge between neighbouring layers, beside the one that every node has
+    skips: float = 0.14,  # share of the edges that skip at least one layer
 ) -> Graph:
     """A random layered graph as Moccasin solves (Bartan et al. 2023), introduced by Gagrani et al. (2022).
 
@@ -88,17 +74,7 @@ def layered(
     layer after; further edges skip layers. The generator of those papers is not public: the parameters have its names,
     and node, edge and layer counts, sizes and costs are distributed as in the four published instances, which have 100,
     250, 500, 1000 nodes and 236, 944, 2461, 5875 edges. The given order is a random topological order, as theirs is.
-
-    Args:
-        nodes: Nodes, source and sink among them; three or more.
-        seed: Seed.
-        aspect: Mean width of a layer over the number of layers.
-        variability: A layer's width is uniform within this share of the mean.
-        density: Chance of each edge between neighbouring layers, beside the one that every node has.
-        skips: Share of the edges that skip at least one layer.
     """
-    if nodes < 3:
-        raise ValueError(f"nodes={nodes} must be three or more")
     rng = random.Random(seed)
     layers = _layers(nodes, rng, math.sqrt((nodes - 2) * aspect), variability)
     edges: set[tuple[int, int]] = set()
@@ -233,20 +209,14 @@ class _Step:
             given = gradient.pop(out)
             for rule in rules:
                 made = given
+                facts = {"flops": rule.flops, "phase": "backward"}
                 if rule.of is None:
-                    self.op(
-                        f"{name}.weight.grad",
-                        (given, *rule.needs),
-                        rule.size_bytes,
-                        flops=rule.flops,
-                        phase="backward",
-                        kept=True,
-                    )
+                    self.op(f"{name}.weight.grad", (given, *rule.needs), rule.size_bytes, kept=True, **facts)
                     continue
                 if rule.is_view:
                     made = self.op(f"{name}.grad", (given,), 0, view=True, phase="backward")
                 elif rule.size_bytes:
-                    made = self.op(f"{name}.grad", (given, *rule.needs), rule.size_bytes, flops=rule.flops, phase="backward")
+                    made = self.op(f"{name}.grad", (given, *rule.needs), rule.size_bytes, **facts)
                 if rule.of in gradient:
                     made = self.op(f"{name}.sum", (gradient[rule.of], made), self.size(made), phase="backward")
                 gradient[rule.of] = made
@@ -301,27 +271,3 @@ def gpt_of(ops: int) -> Graph:
     """`gpt` with as many layers as come closest to a number of ops."""
     one, two = len(gpt(1).ops), len(gpt(2).ops)
     return gpt(max(1, round((ops - 2 * one + two) / (two - one))))
-
-
-def main() -> int:
-    """Write one graph."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["chain", "layered", "skipping", "gpt"])
-    parser.add_argument("size", type=int, help="layers of a chain, nodes of a layered graph, ops of the others")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args()
-    kinds = {
-        "chain": chain,
-        "layered": lambda size: layered(size, seed=options.seed),
-        "skipping": lambda size: skipping(size, seed=options.seed),
-        "gpt": gpt_of,
-    }
-    graph = kinds[options.kind](options.size)
-    checkmate.write(graph, options.out)
-    print(f"wrote {options.out}: {len(graph.ops)} ops, {len(graph.values)} values")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""Networks in Flax NNX and in Equinox for `jax_peaks.py`: the same architectures, as each library writes them.
-
-Every network is a loss of a nest of arrays and a batch. Its blocks can be wrapped by the library's own checkpoint.
-"""
+"""Networks in Flax NNX for `jax_peaks.py`: each is a loss of a nest of arrays and a batch, whose blocks can be wrapped."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +21,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A loss with its arguments.
+    """A loss with its arguments."""
 
-    Attributes:
-        loss: ``loss(parameters, *batch, wrap=...)``.
-        arguments: Parameters and the arrays of a batch.
-    """
-
-    loss: Callable[..., jax.Array]
+    loss: Callable[..., jax.Array]  # of parameters and a batch, with `wrap` and `run` for its blocks
     arguments: tuple[Any, ...]
 
 
@@ -47,23 +38,21 @@ def in_turn(wrap: Wrap, block: Callable[..., Any], modules: Sequence[Any], x: An
     return x
 
 
-def in_groups(lib: Any, wrap: Wrap, block: Callable[..., Any], modules: Sequence[Any], x: Any) -> Any:
-    """Run blocks one after the other, each and about their square root together under the checkpoint of a library."""
+def in_groups(wrap: Wrap, block: Callable[..., Any], modules: Sequence[Any], x: Any) -> Any:
+    """Run blocks one after the other, each and about their square root together under a checkpoint."""
     nothing = jax.checkpoint_policies.nothing_saveable
     size = round(math.sqrt(len(modules)))
 
     def together(some: Sequence[Any], x: Any) -> Any:
-        return in_turn(lambda block: lib.checkpoint(block, nothing), block, some, x)
+        return in_turn(lambda block: checkpoint(block, nothing), block, some, x)
 
     for start in range(0, len(modules), size):
-        x = lib.checkpoint(together, nothing)(list(modules[start : start + size]), x)
+        x = checkpoint(together, nothing)(list(modules[start : start + size]), x)
     return x
 
 
-class Nnx:
-    """Layers of Flax NNX, for arrays with batches; images have channels last."""
-
-    channels = -1
+class Layers:
+    """Makes layers of Flax NNX, with weights that follow one another from a seed."""
 
     def __init__(self) -> None:
         self.rngs = nnx.Rngs(0)
@@ -86,79 +75,30 @@ class Nnx:
     def conv(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> Any:
         return nnx.Conv(inputs, outputs, (size, size), strides=stride, padding="SAME", rngs=self.rngs)
 
-    def call(self, module: Any, x: jax.Array) -> jax.Array:
-        return module(x)
 
-    def network(self, parts: dict[str, Any], forward: Callable[..., jax.Array], *batch: Any) -> Network:
-        definition, state = nnx.split(parts)
+def network(parts: dict[str, Any], forward: Callable[..., jax.Array], *batch: Any) -> Network:
+    """A loss of the arrays of some modules and a batch."""
+    definition, state = nnx.split(parts)
 
-        def loss(state: Any, *batch: Any, wrap: Wrap = lambda block: block, run: Run = in_turn) -> jax.Array:
-            return forward(nnx.merge(definition, state), *batch, functools.partial(run, wrap))
+    def loss(state: Any, *batch: Any, wrap: Wrap = lambda block: block, run: Run = in_turn) -> jax.Array:
+        return forward(nnx.merge(definition, state), *batch, functools.partial(run, wrap))
 
-        return Network(loss, (state, *batch))
-
-    def checkpoint(self, block: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        return nnx.remat(block, policy=policy)
+    return Network(loss, (state, *batch))
 
 
-class Equinox:
-    """Layers of Equinox, for single examples, mapped over batches; images have channels first."""
-
-    channels = 1
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @property
-    def key(self) -> jax.Array:
-        self.count += 1
-        return jax.random.key(self.count)
-
-    def linear(self, inputs: int, outputs: int, bias: bool = True) -> Any:
-        return eqx.nn.Linear(inputs, outputs, use_bias=bias, key=self.key)
-
-    def embedding(self, count: int, width: int) -> Any:
-        return eqx.nn.Embedding(count, width, key=self.key)
-
-    def layer_norm(self, width: int) -> Any:
-        return eqx.nn.LayerNorm(width)
-
-    def rms_norm(self, width: int) -> Any:
-        return eqx.nn.RMSNorm(width)
-
-    def group_norm(self, channels: int) -> Any:
-        return eqx.nn.GroupNorm(4, channels)
-
-    def conv(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> Any:
-        return eqx.nn.Conv2d(inputs, outputs, size, stride, padding="SAME", key=self.key)
-
-    def call(self, module: Any, x: jax.Array) -> jax.Array:
-        axes = 1 if isinstance(module, (eqx.nn.Conv2d, eqx.nn.GroupNorm)) else x.ndim - (not isinstance(module, eqx.nn.Embedding))
-        for _ in range(axes):
-            module = jax.vmap(module)
-        return module(x)
-
-    def network(self, parts: dict[str, Any], forward: Callable[..., jax.Array], *batch: Any) -> Network:
-        parameters, static = eqx.partition(parts, eqx.is_inexact_array)
-
-        def loss(parameters: Any, *batch: Any, wrap: Wrap = lambda block: block, run: Run = in_turn) -> jax.Array:
-            return forward(eqx.combine(parameters, static), *batch, functools.partial(run, wrap))
-
-        return Network(loss, (parameters, *batch))
-
-    def checkpoint(self, block: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        return eqx.filter_checkpoint(block, policy=policy)
+def checkpoint(block: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """The checkpoint of Flax around a block."""
+    return nnx.remat(block, policy=policy)
 
 
 NAMES = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
-LIBRARIES: dict[str, Callable[[], Any]] = {"nnx": Nnx, "equinox": Equinox}
 
 
-def attention(lib: Any, p: Any, x: jax.Array, heads: int, *, causal: bool, rotary: bool = False) -> jax.Array:
+def attention(p: Any, x: jax.Array, heads: int, *, causal: bool, rotary: bool = False) -> jax.Array:
     """Attention of several heads; fewer heads of keys and values if their projection is narrower."""
 
     def split(name: str) -> jax.Array:
-        projected = checkpoint_name(lib.call(p[name], x), NAMES[name])
+        projected = checkpoint_name(p[name](x), NAMES[name])
         return projected.reshape(*x.shape[:2], -1, x.shape[2] // heads).swapaxes(1, 2)
 
     q, k, v = split("q"), split("k"), split("v")
@@ -169,7 +109,7 @@ def attention(lib: Any, p: Any, x: jax.Array, heads: int, *, causal: bool, rotar
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
     mixed = checkpoint_name(jax.nn.softmax(scores) @ v, "context")
-    return checkpoint_name(lib.call(p["o"], mixed.swapaxes(1, 2).reshape(x.shape)), "out_proj")
+    return checkpoint_name(p["o"](mixed.swapaxes(1, 2).reshape(x.shape)), "out_proj")
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -185,14 +125,9 @@ def _layer(lib: Any, width: int) -> dict[str, Any]:
     return {**projections, **norms, "up": lib.linear(width, 4 * width), "down": lib.linear(4 * width, width)}
 
 
-def _pre_norm(lib: Any, heads: int, causal: bool, p: Any, x: jax.Array) -> jax.Array:
-    x = x + attention(lib, p, lib.call(p["first"], x), heads, causal=causal)
-    return x + lib.call(p["down"], jax.nn.gelu(lib.call(p["up"], lib.call(p["second"], x))))
-
-
-def _post_norm(lib: Any, heads: int, p: Any, x: jax.Array) -> jax.Array:
-    x = lib.call(p["first"], x + attention(lib, p, x, heads, causal=False))
-    return lib.call(p["second"], x + lib.call(p["down"], jax.nn.gelu(lib.call(p["up"], x), approximate=False)))
+def _pre_norm(heads: int, causal: bool, p: Any, x: jax.Array) -> jax.Array:
+    x = x + attention(p, p["first"](x), heads, causal=causal)
+    return x + p["down"](jax.nn.gelu(p["up"](p["second"](x))))
 
 
 def _tokens(batch: int, length: int, count: int) -> tuple[jax.Array, jax.Array]:
@@ -201,17 +136,17 @@ def _tokens(batch: int, length: int, count: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(tokens[:, :-1], jnp.int32), jnp.asarray(tokens[:, 1:], jnp.int32)
 
 
-def _images(batch: int, size: int, channels: int) -> jax.Array:
-    shape = (batch, size, size, 3) if channels == -1 else (batch, 3, size, size)
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+def _images(batch: int, size: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=(batch, size, size, 3)), jnp.float32)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def transformer(lib: Any, layers: int = 12, width: int = 32, length: int = 64, batch: int = 4) -> Network:
+def transformer(layers: int = 12, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """GPT-shaped: causal attention, norms before."""
+    lib = Layers()
     parts = {
         "embedding": lib.embedding(64, width),
         "layers": [_layer(lib, width) for _ in range(layers)],
@@ -220,50 +155,10 @@ def transformer(lib: Any, layers: int = 12, width: int = 32, length: int = 64, b
     }
 
     def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = run(functools.partial(_pre_norm, lib, 4, True), p["layers"], lib.call(p["embedding"], tokens))
-        return _cross_entropy(lib.call(p["head"], lib.call(p["norm"], x)), labels)
+        x = run(functools.partial(_pre_norm, 4, True), p["layers"], p["embedding"](tokens))
+        return _cross_entropy(p["head"](p["norm"](x)), labels)
 
-    return lib.network(parts, forward, *_tokens(batch, length, 64))
-
-
-def bert(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
-    """BERT-shaped: attention both ways, norms after, a masked language model."""
-    parts = {
-        "embedding": lib.embedding(64, width),
-        "positions": lib.embedding(length, width),
-        "norm": lib.layer_norm(width),
-        "layers": [_layer(lib, width) for _ in range(layers)],
-        "dense": lib.linear(width, width),
-        "last": lib.layer_norm(width),
-        "head": lib.linear(width, 64),
-    }
-
-    def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = lib.call(p["embedding"], tokens) + lib.call(p["positions"], jnp.arange(tokens.shape[1]))
-        x = run(functools.partial(_post_norm, lib, 4), p["layers"], lib.call(p["norm"], x))
-        return _cross_entropy(lib.call(p["head"], lib.call(p["last"], jax.nn.gelu(lib.call(p["dense"], x)))), labels)
-
-    return lib.network(parts, forward, *_tokens(batch, length, 64))
-
-
-def vit(lib: Any, layers: int = 4, width: int = 32, size: int = 32, batch: int = 4) -> Network:
-    """ViT-shaped: patches of 4 by 4, an encoder, the mean of all patches."""
-    patches = (size // 4) ** 2
-    parts = {
-        "patch": lib.conv(3, width, 4, 4),
-        "positions": lib.embedding(patches, width),
-        "layers": [_layer(lib, width) for _ in range(layers)],
-        "norm": lib.layer_norm(width),
-        "head": lib.linear(width, 10),
-    }
-
-    def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = jnp.moveaxis(lib.call(p["patch"], images), lib.channels, -1).reshape(images.shape[0], patches, -1)
-        x = x + lib.call(p["positions"], jnp.arange(patches))
-        x = run(functools.partial(_pre_norm, lib, 4, False), p["layers"], x)
-        return _cross_entropy(lib.call(p["head"], lib.call(p["norm"], x).mean(1)), labels)
-
-    return lib.network(parts, forward, _images(batch, size, lib.channels), jnp.arange(batch) % 10)
+    return network(parts, forward, *_tokens(batch, length, 64))
 
 
 def _llama_layer(lib: Any, width: int) -> dict[str, Any]:
@@ -274,17 +169,17 @@ def _llama_layer(lib: Any, width: int) -> dict[str, Any]:
     return {**narrow, **wide, **norms, **mlp, "down": lib.linear(3 * width, width, False)}
 
 
-def _llama(lib: Any, p: Any, x: jax.Array) -> jax.Array:
+def _llama(p: Any, x: jax.Array) -> jax.Array:
     """A block whose values have the names that MaxText gives them."""
-    x = x + attention(lib, p, lib.call(p["first"], x), 4, causal=True, rotary=True)
-    y = lib.call(p["second"], x)
-    gate, up = checkpoint_name(lib.call(p["gate"], y), "mlpwi_0"), checkpoint_name(lib.call(p["up"], y), "mlpwi_1")
-    return x + checkpoint_name(lib.call(p["down"], jax.nn.silu(gate) * up), "mlpwo")
+    x = x + attention(p, p["first"](x), 4, causal=True, rotary=True)
+    y = p["second"](x)
+    gate, up = checkpoint_name(p["gate"](y), "mlpwi_0"), checkpoint_name(p["up"](y), "mlpwi_1")
+    return x + checkpoint_name(p["down"](jax.nn.silu(gate) * up), "mlpwo")
 
 
-def llama(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
+def llama(layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """Llama-shaped: RMS norms, rotary positions, two heads of keys and values for four of queries, SwiGLU."""
-
+    lib = Layers()
     parts = {
         "embedding": lib.embedding(64, width),
         "layers": [_llama_layer(lib, width) for _ in range(layers)],
@@ -293,10 +188,10 @@ def llama(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: i
     }
 
     def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = run(functools.partial(_llama, lib), p["layers"], lib.call(p["embedding"], tokens))
-        return _cross_entropy(lib.call(p["head"], lib.call(p["norm"], x)), labels)
+        x = run(_llama, p["layers"], p["embedding"](tokens))
+        return _cross_entropy(p["head"](p["norm"](x)), labels)
 
-    return lib.network(parts, forward, *_tokens(batch, length, 64))
+    return network(parts, forward, *_tokens(batch, length, 64))
 
 
 def _conv_block(lib: Any, inputs: int, outputs: int, stride: int = 1) -> dict[str, Any]:
@@ -309,19 +204,20 @@ def _conv_block(lib: Any, inputs: int, outputs: int, stride: int = 1) -> dict[st
     return block | ({} if inputs == outputs and stride == 1 else {"skip": lib.conv(inputs, outputs, 1, stride)})
 
 
-def _double(lib: Any, p: Any, x: jax.Array) -> jax.Array:
-    x = jax.nn.relu(lib.call(p["norm1"], lib.call(p["conv1"], x)))
-    return jax.nn.relu(lib.call(p["norm2"], lib.call(p["conv2"], x)))
+def _double(p: Any, x: jax.Array) -> jax.Array:
+    x = jax.nn.relu(p["norm1"](p["conv1"](x)))
+    return jax.nn.relu(p["norm2"](p["conv2"](x)))
 
 
-def _residual(lib: Any, p: Any, x: jax.Array) -> jax.Array:
-    y = jax.nn.relu(lib.call(p["norm1"], lib.call(p["conv1"], x)))
-    y = lib.call(p["norm2"], lib.call(p["conv2"], y))
-    return jax.nn.relu(y + (lib.call(p["skip"], x) if "skip" in p else x))
+def _residual(p: Any, x: jax.Array) -> jax.Array:
+    y = jax.nn.relu(p["norm1"](p["conv1"](x)))
+    y = p["norm2"](p["conv2"](y))
+    return jax.nn.relu(y + (p["skip"](x) if "skip" in p else x))
 
 
-def resnet(lib: Any, width: int = 8, size: int = 32, batch: int = 4) -> Network:
+def resnet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
     """ResNet-shaped: three stages of two residual blocks, group norms."""
+    lib = Layers()
     widths = [width, width, 2 * width, 2 * width, 4 * width, 4 * width]
     inputs = [width, *widths[:-1]]
     parts = {
@@ -329,17 +225,17 @@ def resnet(lib: Any, width: int = 8, size: int = 32, batch: int = 4) -> Network:
         "layers": [_conv_block(lib, a, b, 1 + (a != b)) for a, b in zip(inputs, widths, strict=True)],
         "head": lib.linear(widths[-1], 10),
     }
-    spatial = (1, 2) if lib.channels == -1 else (2, 3)
 
     def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = run(functools.partial(_residual, lib), p["layers"], lib.call(p["stem"], images))
-        return _cross_entropy(lib.call(p["head"], x.mean(spatial)), labels)
+        x = run(_residual, p["layers"], p["stem"](images))
+        return _cross_entropy(p["head"](x.mean((1, 2))), labels)
 
-    return lib.network(parts, forward, _images(batch, size, lib.channels), jnp.arange(batch) % 10)
+    return network(parts, forward, _images(batch, size), jnp.arange(batch) % 10)
 
 
-def unet(lib: Any, width: int = 8, size: int = 32, batch: int = 4) -> Network:
+def unet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
     """U-Net-shaped: three levels, halved by strides and doubled by repetition, with skips."""
+    lib = Layers()
     widths = [width, 2 * width, 4 * width]
     parts = {
         "down": [_conv_block(lib, a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)],
@@ -347,31 +243,28 @@ def unet(lib: Any, width: int = 8, size: int = 32, batch: int = 4) -> Network:
         "up": [_conv_block(lib, a + b, a) for a, b in zip(widths[1::-1], widths[:0:-1], strict=True)],
         "head": lib.conv(width, 2, 1),
     }
-    spatial = (1, 2) if lib.channels == -1 else (2, 3)
 
     def doubled(x: jax.Array) -> jax.Array:
-        for axis in spatial:
+        for axis in (1, 2):
             x = jnp.repeat(x, 2, axis)
         return x
 
     def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        block = functools.partial(_double, lib)
+        block = _double
         skips = [run(block, p["down"][:1], images)]
         for halve, down in zip(p["halve"], p["down"][1:], strict=True):
-            skips.append(run(block, [down], lib.call(halve, skips[-1])))
+            skips.append(run(block, [down], halve(skips[-1])))
         x = skips.pop()
         for up in p["up"]:
-            x = run(block, [up], jnp.concatenate([skips.pop(), doubled(x)], lib.channels))
-        return _cross_entropy(jnp.moveaxis(lib.call(p["head"], x), lib.channels, -1), labels)
+            x = run(block, [up], jnp.concatenate([skips.pop(), doubled(x)], -1))
+        return _cross_entropy(p["head"](x), labels)
 
     labels = jnp.asarray(np.random.default_rng(1).integers(0, 2, (batch, size, size)))
-    return lib.network(parts, forward, _images(batch, size, lib.channels), labels)
+    return network(parts, forward, _images(batch, size), labels)
 
 
-NETWORKS: dict[str, Callable[[Any], Network]] = {
+NETWORKS: dict[str, Callable[[], Network]] = {
     "transformer": transformer,
-    "bert": bert,
-    "vit": vit,
     "unet": unet,
     "resnet": resnet,
     "llama": llama,
@@ -380,19 +273,14 @@ NETWORKS: dict[str, Callable[[Any], Network]] = {
 LENGTH = 32
 
 
-def scanned_layer(lib: Any, width: int = 32, length: int = 64, batch: int = 16) -> tuple[Callable[..., Any], Any, Any]:
+def scanned_layer(width: int = 32, length: int = 64, batch: int = 16) -> tuple[Callable[..., Any], Any, Any]:
     """The body of a loop over layers, its carry, and the parameters of 32 layers, stacked."""
     draw = np.random.default_rng(0)
     carry = jnp.asarray(draw.normal(size=(batch, length, width)), jnp.float32)
-    module = _llama_layer(lib, width)
-    if isinstance(lib, Nnx):
-        definition, parameters = nnx.split(module)
-    else:
-        parameters, definition = eqx.partition(module, eqx.is_inexact_array)
+    definition, parameters = nnx.split(_llama_layer(Layers(), width))
 
     def layer(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
-        merged = nnx.merge(definition, parameters) if isinstance(lib, Nnx) else eqx.combine(parameters, definition)
-        return _llama(lib, merged, x), None
+        return _llama(nnx.merge(definition, parameters), x), None
 
     stacked = jax.tree.map(lambda a: jnp.asarray(draw.normal(size=(LENGTH, *a.shape)) / width, a.dtype), parameters)
     return layer, carry, stacked

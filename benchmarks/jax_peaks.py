@@ -1,6 +1,6 @@
-"""Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX and Equinox, against the policies of `jax.checkpoint`.
+"""Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX, against the policies of `jax.checkpoint`.
 
-Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
+Every cell is a process: a network with one budget (`exact=True`, so that bits are compared), with the smallest
 bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs.
 A loop over 32 layers has one choice for all layers and layers that differ at each budget.
 Bytes are those of temporary values as XLA compiles loss and gradients, FLOPs those of the compiled program, times the least
@@ -32,49 +32,36 @@ BUDGETS = ("85%", "70%", "55%", "40%", "25%")
 SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.185", "0.17", "0.14")
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
-NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
+NETWORKS = ("transformer", "unet", "resnet", "llama")
 WITHOUT_LAYERS = ("unet", "resnet")
 MOST = 4
 """Most compilations of a request."""
 WITHIN = 0.05
 SLOWER = 1.03
-COMPARED = "nnx"
-"""The library in which policies are compared: they save the same in the other one."""
-SECTIONS = [f"{name}-{library}" for name in (SCAN, *NETWORKS) for library in ("nnx", "equinox")]
+SECTIONS = (SCAN, *NETWORKS)
 
 
-def cells(section: str) -> list[str]:
-    """What is measured of a network in a library."""
-    name, library = section.split("-")
-    found = list(SHARES if name == SCAN else BUDGETS)
-    if library == COMPARED:
-        found += [*([] if name == SCAN else [SMALLEST]), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
-    return [f"{section}-{cell}" for cell in found]
+def cells(name: str) -> list[str]:
+    """What is measured of a network."""
+    found = [*(SHARES if name == SCAN else (*BUDGETS, SMALLEST)), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
+    return [f"{name}-nnx-{cell}" for cell in found]
 
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    packages = ("jax", "jaxlib", "flax", "equinox")
+    packages = ("jax", "jaxlib", "flax")
     models = [cell for section in SECTIONS for cell in cells(section)]
     return by_model(__file__, str(__doc__), models, run=run, verdict=verdict, rounds=7, packages=packages)
 
 
 def run(model: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """One cell."""
-    name, library, cell = model.split("-", 2)
-    if name == SCAN:
-        return run_scan(library, cell, rounds)
-    return run_network(name, library, cell, time_limit_s, rounds)
+    name, _, cell = model.split("-", 2)
+    return run_scan(cell, rounds) if name == SCAN else run_network(name, cell, time_limit_s, rounds)
 
 
 class Program:
-    """A compiled program and what is known of it.
-
-    Args:
-        function: The function.
-        arguments: Its arguments.
-        loops: Whether it has loops, whose bodies XLA counts once: FLOPs are then those of the trace.
-    """
+    """A compiled function and what is known of it; with ``loops``, whose bodies XLA counts once, FLOPs are those of the trace."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, loops: bool = False) -> None:
         import jax
@@ -137,7 +124,7 @@ class Compilations:
         return act(), self.count - before
 
 
-def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+def run_network(name: str, cell: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """A cell of a network whose blocks are not in a loop."""
     import jax
     import jax_networks
@@ -145,8 +132,7 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
     import checkmate
     import checkmate.jax as cj
 
-    lib = jax_networks.LIBRARIES[library]()
-    network = jax_networks.NETWORKS[name](lib)
+    network = jax_networks.NETWORKS[name]()
     compilations = Compilations()
     exact = cell in BUDGETS
     whole = Program(jax.value_and_grad(cj.remat(network.loss, exact=exact)), network.arguments)
@@ -177,9 +163,11 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
     if cell not in (*BUDGETS, SMALLEST):
         loss = network.loss
         if cell == NESTED:
-            loss = functools.partial(loss, run=functools.partial(jax_networks.in_groups, lib))
+            loss = functools.partial(loss, run=jax_networks.in_groups)
         else:
-            loss = functools.partial(loss, wrap=functools.partial(lib.checkpoint, policy=getattr(jax.checkpoint_policies, cell)))
+            loss = functools.partial(
+                loss, wrap=functools.partial(jax_networks.checkpoint, policy=getattr(jax.checkpoint_policies, cell))
+            )
         programs = [Program(jax.value_and_grad(loss), network.arguments)]
         row["policy"] = {"temp_bytes": programs[0].temp_bytes, "flop": programs[0].flop}
         budget = fixed_bytes(network.arguments) + programs[0].temp_bytes
@@ -203,7 +191,7 @@ def fixed_bytes(arguments: Sequence[Any]) -> int:
     return sum(a.nbytes for a in jax.tree.leaves((arguments, arguments[0]))) + 4
 
 
-def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
+def run_scan(cell: str, rounds: int) -> dict[str, Any]:
     """A cell of the loop over 32 layers: a budget, with one choice and with layers that differ, or a policy."""
     import jax
     import jax_networks
@@ -212,7 +200,7 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     import checkmate.jax as cj
 
     length = jax_networks.LENGTH
-    block, carry, slices = jax_networks.scanned_layer(jax_networks.LIBRARIES[library]())
+    block, carry, slices = jax_networks.scanned_layer()
     x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
     compilations = Compilations()

@@ -13,29 +13,27 @@ is late.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
-import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import checkmate
+from benchmarks.fresh import add_rows, parser
+from benchmarks.generate import chain, gpt_of, layered, skipping
+from benchmarks.solvers import read
 from checkmate import Graph, HostMemory, InfeasibleBudgetError, Limits, PlanNotFoundError, Problem
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.result import Progress
 from checkmate.solvers.bounds.floor import floor
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "limits.json"
 CAPTURED = ("bert", "gpt2_loss", "resnet50_split")
 WITH_HOST = ", host"
 """End of the name of a graph whose values may be copied to a host."""
@@ -43,44 +41,11 @@ WITH_HOST = ", host"
 HOST = HostMemory("64GiB", 25 * 10**9, 25 * 10**9)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One call.
-
-    Attributes:
-        wall_s: Wall seconds of the call.
-        first_s: Seconds to the first plan, or None.
-        gap: Of the cost to its bound; that of the peak to its floor where the smallest budget is looked for.
-        reason: Why the call ended.
-        rss_bytes: Largest resident size of the process, Python and libraries included.
-    """
-
-    graph: str
-    ops: int
-    budget: str
-    limit_s: float
-    wall_s: float
-    first_s: float | None
-    overhead: float | None
-    gap: float | None
-    reason: str
-    rss_bytes: int
-
-    @property
-    def in_time(self) -> bool:
-        """Whether it returned in time."""
-        return self.wall_s <= 1.1 * self.limit_s + 1.0
-
-
 def made(kind: str, ops: int) -> Graph:
     """A graph of the list."""
-    sys.path.insert(0, str(HERE))
-    from generate import chain, gpt_of, layered, skipping
-    from solvers import read
-
     if kind in CAPTURED:
         return read(kind)
-    kinds: dict[str, Callable[[int], Graph]] = {
+    kinds = {
         "chain": lambda n: chain((n - 1) // 2), "skipping": skipping, "layered": layered, "gpt": gpt_of
     }  # fmt: skip
     return kinds[kind](ops)
@@ -117,7 +82,7 @@ CASES: list[tuple[str, int, float | None, float]] = [
 """Kind, ops, budget as a share of the way from the floor to the peak of keeping everything, None for `min_budget`, and limit."""
 
 
-def measure(kind: str, ops: int, share: float | None, limit_s: float) -> Row:
+def measure(kind: str, ops: int, share: float | None, limit_s: float) -> dict[str, Any]:
     """Call one case in this process."""
     checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
     name = kind.removesuffix(WITH_HOST)
@@ -128,19 +93,19 @@ def measure(kind: str, ops: int, share: float | None, limit_s: float) -> Row:
     began = time.perf_counter()
     called = smallest(graph, limit_s) if share is None else solved(problem, limit_s)
     wall_s = time.perf_counter() - began
-    return Row(
-        graph=kind,
-        ops=len(graph.ops),
-        budget="smallest" if share is None else f"f = {share}",
-        limit_s=limit_s,
-        wall_s=round(wall_s, 2),
-        rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    return {
+        "graph": kind,
+        "ops": len(graph.ops),
+        "budget": "smallest" if share is None else f"f = {share}",
+        "limit_s": limit_s,
+        "wall_s": round(wall_s, 2),
         **called,
-    )
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def solved(problem: Problem, limit_s: float) -> dict[str, Any]:
-    """What a solve gives, as attributes of `Row`."""
+    """What a solve gives: seconds to the first plan, overhead, gap, and why it ended."""
     firsts: list[float] = []
 
     def note(progress: Progress) -> None:
@@ -159,7 +124,7 @@ def solved(problem: Problem, limit_s: float) -> dict[str, Any]:
 
 
 def smallest(graph: Graph, limit_s: float) -> dict[str, Any]:
-    """What a search for the smallest budget gives, as attributes of `Row`."""
+    """The same of a search for the smallest budget; its gap is that of the peak to its floor."""
     found = checkmate.min_budget(graph, limits=Limits(time_s=limit_s))
     return {"first_s": None, "overhead": found.overhead, "gap": found.gap, "reason": "smallest"}
 
@@ -170,40 +135,34 @@ def spin(stop: object) -> None:
         sum(range(100_000))
 
 
+def rows(only: list[str] | None) -> Iterator[dict[str, Any]]:
+    """Each case in a fresh process."""
+    spawn = multiprocessing.get_context("spawn")
+    for case in CASES:
+        if only is None or case[0] in only:
+            with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                yield pool.submit(measure, *case).result()
+
+
 def main() -> int:
     """Run the cases and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="names of graphs")
-    parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes beside each solve")
-    options = parser.parse_args()
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
-    rows = {(row["graph"], row["ops"], row["budget"], row["limit_s"]): Row(**row) for row in stored["rows"]}
-    stored["where"] = {
-        "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
-        "busy": str(options.busy),
-        "load": stored["where"].get("load", "0") if options.only else "0",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("highspy", "numba", "numpy")},
-    }
+    command = parser(__doc__)
+    command.add_argument("--only", nargs="*", help="names of graphs")
+    command.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes beside each solve")
+    options = command.parse_args()
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
-    beside = [spawn.Process(target=spin, args=(stop,), daemon=True) for _ in range(options.busy)]
-    for process in beside:
-        process.start()
+    for _ in range(options.busy):
+        spawn.Process(target=spin, args=(stop,), daemon=True).start()
     try:
-        for case in CASES:
-            if options.only and case[0] not in options.only:
-                continue
-            with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-                row = pool.submit(measure, *case).result()
-            rows[row.graph, row.ops, row.budget, row.limit_s] = row
-            stored["where"]["load"] = str(max(round(os.getloadavg()[0]), int(stored["where"]["load"])))
-            print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
-            whole = {"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}
-            RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+        found = add_rows(
+            __file__, rows(options.only), ("graph", "ops", "budget", "limit_s"), packages=("numba",), busy=options.busy
+        )
     finally:
         stop.set()
-    return 0 if all(row.in_time for row in rows.values()) else 1
+    late = [row for row in found if row["wall_s"] > 1.1 * row["limit_s"] + 1.0]
+    print(*late or ["all in time"], sep="\n")
+    return bool(late)
 
 
 if __name__ == "__main__":

@@ -67,33 +67,24 @@ class HiddenSum(nn.Module):
         return self.net(input_ids=ids, use_cache=False).last_hidden_state.sum()
 
 
-class ConvBlock(nn.Module):
+def conv_block(inputs: int, outputs: int) -> nn.Sequential:
     """Two convolutions with BatchNorm and ReLU."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+    layers: list[nn.Module] = []
+    for i in (inputs, outputs):
+        layers += [nn.Conv2d(i, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):
     """U-Net of Ronneberger et al. (2015), four levels deep, with BatchNorm."""
 
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128), classes: int = 4) -> None:
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128), classes: int = 4, pool: Any = F.max_pool2d) -> None:
         super().__init__()
-        self.down = nn.ModuleList(ConvBlock(i, o) for i, o in zip((3, *widths), widths, strict=False))
-        self.mid = ConvBlock(widths[-1], 2 * widths[-1])
+        self.pool = pool
+        self.down = nn.ModuleList(conv_block(i, o) for i, o in zip((3, *widths), widths, strict=False))
+        self.mid = conv_block(widths[-1], 2 * widths[-1])
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths))
-        self.merge = nn.ModuleList(ConvBlock(2 * w, w) for w in reversed(widths))
+        self.merge = nn.ModuleList(conv_block(2 * w, w) for w in reversed(widths))
         self.out = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +92,7 @@ class UNet(nn.Module):
         for block in self.down:
             x = block(x)
             skipped.append(x)
-            x = F.max_pool2d(x, 2)
+            x = self.pool(x, 2)
         x = self.mid(x)
         for up, merge, skip in zip(self.up, self.merge, reversed(skipped), strict=True):
             x = merge(torch.cat([up(x), skip], 1))
@@ -121,16 +112,16 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
     return (m for m in net.modules() if type(m).__name__ in kinds)
 
 
-def gpt2() -> Case:
+def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256) -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=12, n_embd=256, n_head=8, n_positions=256, vocab_size=4096, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=8, n_positions=256, vocab_size=vocabulary, use_cache=False, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, batch, length)}, tuple(net.transformer.h))
 
 
 def gpt2_small() -> Case:

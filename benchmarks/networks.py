@@ -1,7 +1,5 @@
 """The networks of the papers, layer by layer, in the cost and memory model of Jain et al. (2020).
 
-    python -m benchmarks.networks VGG16 --batch 256 --out VGG16_b256.graph.json
-
 One node a layer, one tensor a node. Costs are multiply-accumulates: of a convolution, its outputs times the inputs of each;
 four an element of batch normalisation, one an element of an activation, an upsampling and each summand of an addition;
 pooling, padding, concatenation, reshaping and dropout are free, and so is an activation inside its layer. A gradient costs
@@ -14,13 +12,10 @@ The same arguments give the same graph on every machine: the files in `benchmark
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import checkmate
 from benchmarks.generate import chain
 from checkmate import Graph
 
@@ -311,25 +306,7 @@ OTHER_DEPTHS: dict[str, Callable[[], Network]] = {
 
 
 def training_step(name: str, batch: int = 1) -> Graph:
-    """Graph of a network's training step; ``linear<n>`` are unit chains.
-
-    Raises:
-        KeyError: There is no network of that name.
-    """
+    """Graph of a network's training step; ``linear<n>`` are unit chains."""
     if name.startswith("linear"):
         return chain(int(name.removeprefix("linear")))
     return {**NETWORKS, **OTHER_DEPTHS}[name]().training_step(name, batch)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", choices=[*NETWORKS, *OTHER_DEPTHS, "linear4", "linear8", "linear16", "linear32"])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args()
-    checkmate.write(training_step(options.network, options.batch), options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,13 +10,14 @@ Rows of cases and devices that are not named stay as they are.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import earlier, hardware, save, versions
+import torch_fits
+from fresh import add_rows, parser
 
 DEVICES = ("RTX 4090", "H100", "H200", "GH200")
 BUDGETS = ("20%", "40%")
@@ -28,38 +29,19 @@ WHOLE = ("llama-7b",)
 def gpt2_xl() -> tuple[Any, Any, Any]:
     """GPT-2 XL in bfloat16 without dropout, 4 sequences of 1024 tokens."""
     import torch
-    from torch_fits import _logits, _loss
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
-    )
-    with torch.device("meta"):
-        tokens = torch.zeros(4, 1024, dtype=torch.long)
-        return _logits(GPT2LMHeadModel(config).to(torch.bfloat16)), _loss, (tokens, tokens)
+    return torch_fits.gpt2_xl(4, torch.bfloat16)[:3]
 
 
 def llama_7b() -> tuple[Any, Any, Any]:
     """The shapes of Llama 7B in bfloat16, one sequence of 2048 tokens."""
-    from torch_fits import llama_7b as case
-
-    model, loss, example, _ = case()
-    return model, loss, example
+    return torch_fits.llama_7b()[:3]
 
 
 def llama_1b() -> tuple[Any, Any, Any]:
     """The shapes of Llama 3.2 1B in bfloat16, 4 sequences of 2048 tokens: the case of torchtitan#3881."""
-    import torch
-    from torch_fits import _logits, _loss
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, rope_theta=500000.0, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        tokens = torch.zeros(4, 2048, dtype=torch.long)
-        return _logits(LlamaForCausalLM(config).to(torch.bfloat16)), _loss, (tokens, tokens)
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+    return torch_fits.outside(torch_fits.llama(**torch_fits.LLAMA_3, **sizes), 4, 2048)
 
 
 def resnet_50() -> tuple[Any, Any, Any]:
@@ -82,7 +64,7 @@ def resnet_50() -> tuple[Any, Any, Any]:
 CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-1b": llama_1b, "resnet-50": resnet_50}
 
 
-def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
+def front(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Both curves of a case on a device, from the smallest budget up."""
     import torch
 
@@ -95,7 +77,6 @@ def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if name in WHOLE else None
     graph = checkmate.torch.capture(model, loss, example=example, device=profile, optimizer=optimizer, outputs="released")
     host = profile.host_memory(HOST)
-    rows: list[dict[str, Any]] = []
     for budget in BUDGETS:
         found = {}
         for kind, given in (("alone", None), ("host", host)):
@@ -103,7 +84,7 @@ def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
             start = found["alone"].plan if kind == "host" else None
             limits = checkmate.Limits(time_s=seconds if kind == "host" else seconds / 2)
             found[kind] = checkmate.solve(problem, limits=limits, initial=start, raise_on_failure=False)
-        row = {
+        yield {
             "case": name,
             "about": " ".join((CASES[name].__doc__ or "").split()),
             "device": device,
@@ -117,9 +98,6 @@ def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
             "in_bytes_per_s": host.in_bytes_per_s,
             **{kind: _figures(graph, result) for kind, result in found.items()},
         }
-        print(_line(row), file=sys.stderr)
-        rows.append(row)
-    return rows
 
 
 def _figures(graph: Any, result: Any) -> dict[str, Any]:
@@ -146,38 +124,16 @@ def _figures(graph: Any, result: Any) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    alone, host = row["alone"], row["host"]
-    cells = [
-        row["case"], row["device"], row["budget"], f"{row['budget_bytes'] / 2**30:.2f} GiB", _overhead(alone), _overhead(host),
-        f"{host.get('offloaded_bytes', 0) / 2**30:.2f} GiB", f"{host.get('waits_ns', 0) / row['once_ns']:.1%}",
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
-
-
-def _overhead(figures: dict[str, Any]) -> str:
-    if "overhead" not in figures:
-        return figures["status"]
-    return f"{figures['overhead']:.4f} (at least {max(1.0, figures['bound']):.4f})"
-
-
 def main() -> None:
     """Run the named cases, keep the rows of the others, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
-    parser.add_argument("--seconds", type=float, default=30.0)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = list(earlier(__file__, "rows"))
-    for device in options.devices:
-        for case in options.cases:
-            new = front(case, device, options.seconds)
-            rows = [row for row in rows if (row["case"], row["device"]) != (case, device)] + new
-            rows.sort(
-                key=lambda row: (list(CASES).index(row["case"]), DEVICES.index(row["device"]), BUDGETS.index(row["budget"]))
-            )
-            ran = {"hardware": hardware(), "versions": versions("torch", "transformers"), "seconds": options.seconds}
-            save(__file__, {**ran, "rows": rows})
+    command = parser(__doc__)
+    command.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    command.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
+    command.add_argument("--seconds", type=float, default=30.0)
+    options = command.parse_args()
+    rows = (row for device in options.devices for case in options.cases for row in front(case, device, options.seconds))
+    packages = ("torch", "transformers")
+    add_rows(__file__, rows, ("case", "device", "budget"), packages=packages, seconds=options.seconds)
 
 
 if __name__ == "__main__":

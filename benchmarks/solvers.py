@@ -15,29 +15,25 @@ Auto stops at a gap of 0.01 %. The grid has the paper's graphs and networks that
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import checkmate
+from benchmarks.fresh import add_rows, earlier, parser
+from benchmarks.generate import gpt_of, layered
+from benchmarks.networks import training_step
 from checkmate import Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.registry import by_name
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-GRAPHS = HERE / "graphs"
-RESULTS = HERE / "results" / "solvers.json"
+GRAPHS = Path(__file__).parent / "graphs"
 CAPTURED = ("bert", "gpt2_loss", "resnet50", "resnet50_split", "unet")
 UNTRIED = {
     "ResNet101": (1,),
@@ -54,34 +50,6 @@ UNTRIED = {
 """Networks of the grid that no parameter was chosen on, and their batches."""
 CHAINS = {8: (4,), 16: (4, 6, 8), 32: (6,)}
 ABSOLUTE = {"vgg_unet_b32": (16e9, 12e9, 10e9), "MobileNet_b512": (16e9, 12e9, 8e9), "VGG16_b256": (14.3e9,)}
-CLOSED = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One row of the table.
-
-    Attributes:
-        suite: One of `SUITES`.
-        first_s: Seconds to the first plan, or None.
-        closed_s: Seconds to a gap of 0.1 %, or None.
-    """
-
-    suite: str
-    solver: str
-    graph: str
-    ops: int
-    budget: str
-    budget_bytes: int
-    reason: str
-    overhead: float | None
-    bound: float
-    gap: float | None
-    peak_bytes: int | None
-    elapsed_s: float
-    first_s: float | None
-    closed_s: float | None
-    detail: str
 
 
 def paper() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
@@ -110,8 +78,6 @@ def captured() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
 
 def generated() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
     """GPT-like steps and random layered graphs."""
-    from benchmarks.generate import gpt_of, layered
-
     for ops in (1000, 4000, 10_000):
         graph = gpt_of(ops)
         yield f"gpt {ops}", graph, fractions(graph, (0.3, 0.5))
@@ -123,8 +89,6 @@ def generated() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
 
 def grid() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
     """The paper's graphs and others of their kind, at budgets from tight to wide."""
-    from benchmarks.networks import training_step
-
     known = [path.name.removesuffix(".graph.json") for path in sorted(GRAPHS.glob("*_b*.graph.json"))]
     graphs = [(name, read(name)) for name in known]
     graphs += [(f"{name}_b{batch}", training_step(name, batch)) for name, batches in UNTRIED.items() for batch in batches]
@@ -150,40 +114,40 @@ def fractions(graph: Graph, which: tuple[float, ...]) -> list[tuple[str, int]]:
     return [(f"f = {fraction}", int(low + fraction * (high - low))) for fraction in which]
 
 
-def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget: int, time_s: float) -> Point:
-    """Solve one point."""
+def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget: int, time_s: float) -> dict[str, Any]:
+    """Solve one point; `first_s` and `closed_s` are the seconds to the first plan and to a gap of 0.1 %."""
     limits = Limits(time_s=time_s, gap=1e-4, threads=1)
     result = checkmate.solve(Problem(graph, budget), by_name(solver), limits=limits, raise_on_failure=False)
     if result.plan is not None:
         assert checkmate.validate(graph, result.plan, budget) == ()
     plans = [point for point in result.history if point.cost is not None]
-    closed = (point.time_s for point in plans if point.cost is not None and point.cost - point.bound <= CLOSED * point.cost)
-    return Point(
-        suite=suite,
-        solver=solver,
-        graph=name,
-        ops=len(graph.ops),
-        budget=label,
-        budget_bytes=budget,
-        reason=result.termination.reason.value,
-        overhead=result.overhead,
-        bound=result.bound / graph.cost,
-        gap=result.gap,
-        peak_bytes=result.peak_bytes,
-        elapsed_s=round(result.elapsed_s, 2),
-        first_s=round(plans[0].time_s, 3) if plans else None,
-        closed_s=next((round(s, 2) for s in closed), None),
-        detail="; ".join((result.termination.detail, *result.remarks)).strip("; "),
-    )
+    closed = (point.time_s for point in plans if point.cost is not None and point.cost - point.bound <= 1e-3 * point.cost)
+    return {
+        "suite": suite,
+        "solver": solver,
+        "graph": name,
+        "ops": len(graph.ops),
+        "budget": label,
+        "budget_bytes": budget,
+        "reason": result.termination.reason.value,
+        "overhead": result.overhead,
+        "bound": result.bound / graph.cost,
+        "gap": result.gap,
+        "peak_bytes": result.peak_bytes,
+        "elapsed_s": round(result.elapsed_s, 2),
+        "first_s": round(plans[0].time_s, 3) if plans else None,
+        "closed_s": next((round(s, 2) for s in closed), None),
+        "detail": "; ".join((result.termination.detail, *result.remarks)).strip("; "),
+    }
 
 
-def summary(points: list[Point]) -> str:
+def summary(points: list[dict[str, Any]]) -> str:
     """How near to the bound each suite ends, and its geometric mean of overheads."""
     lines = []
-    for suite, group in itertools.groupby(points, key=lambda p: p.suite):
-        rows = list(group)
-        gaps = [p.gap for p in rows if p.gap is not None]
-        mean = statistics.geometric_mean([p.overhead for p in rows if p.overhead is not None] or [1.0])
+    for suite in SUITES:
+        rows = [p for p in points if p["suite"] == suite]
+        gaps = [p["gap"] for p in rows if p["gap"] is not None]
+        mean = statistics.geometric_mean([p["overhead"] for p in rows if p["overhead"] is not None] or [1.0])
         close = ", ".join(f"{sum(gap <= most for gap in gaps)} within {most:.1%}" for most in (1e-3, 1e-2))
         lines.append(
             f"{suite}: {len(rows)} points, {len(gaps)} with a plan, {close}, largest {max(gaps, default=0):.3%}, mean {mean:.5f}"
@@ -191,20 +155,19 @@ def summary(points: list[Point]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     """Run the points and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="names of graphs")
-    parser.add_argument("--suite", nargs="*", choices=SUITES, default=list(SUITES))
-    parser.add_argument("--solver", nargs="*", default=["auto"], help="names as `checkmate solvers` lists them")
-    parser.add_argument("--time-limit", type=float, help="seconds a point, instead of those of each suite")
-    parser.add_argument("--jobs", type=int, default=1, help="points side by side")
-    parser.add_argument("--summary", action="store_true", help="only sum up the committed results")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--only", nargs="*", help="names of graphs")
+    command.add_argument("--suite", nargs="*", choices=SUITES, default=list(SUITES))
+    command.add_argument("--solver", nargs="*", default=["auto"], help="names as `checkmate solvers` lists them")
+    command.add_argument("--time-limit", type=float, help="seconds a point, instead of those of each suite")
+    command.add_argument("--jobs", type=int, default=1, help="points side by side")
+    command.add_argument("--summary", action="store_true", help="only sum up the committed results")
+    options = command.parse_args()
     if options.summary:
-        print(summary([Point(**point) for point in json.loads(RESULTS.read_text())["points"]]))
-        return 0
-    points: list[Point] = []
+        print(summary(earlier(__file__, "points")))
+        return
     with ProcessPoolExecutor(options.jobs) as pool:
         waiting = [
             pool.submit(measure, suite, solver, name, graph, label, budget, options.time_limit or TIME_S.get(suite, 60.0))
@@ -214,27 +177,12 @@ def main() -> int:
             for label, budget in budgets
             for solver in options.solver
         ]
-        for future in waiting:
-            p = future.result()
-            points.append(p)
-            sys.stdout.write(
-                f"{p.solver} {p.graph} {p.budget}: {p.overhead} {p.bound:.5f} {p.gap} {p.closed_s} {p.elapsed_s} s\n"
-            )
-            sys.stdout.flush()
-    where = {
-        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-        "jobs": str(options.jobs),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("highspy", "numba", "numpy", "checkmate-remat")},
-    }
-    if options.solver == ["auto"]:
-        stored = json.loads(RESULTS.read_text())["points"] if RESULTS.exists() else []
-        rows = {(p.suite, p.graph, p.budget): p for p in (*(Point(**row) for row in stored), *points)}
-        points = sorted(rows.values(), key=lambda p: list(SUITES).index(p.suite))
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"where": where, "points": [asdict(p) for p in points]}, indent=1) + "\n")
-    print(summary(points))
-    return 0
+        points = (future.result() for future in waiting)
+        if options.solver == ["auto"]:
+            print(summary(add_rows(__file__, points, ("suite", "graph", "budget"), rows="points", packages=("numba",))))
+        else:
+            for point in points:
+                print(*point.values(), flush=True)
 
 
 if __name__ == "__main__":

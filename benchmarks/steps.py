@@ -19,23 +19,13 @@ CLOCK = 1.03
 
 @dataclass
 class Variant:
-    """One way to run a step.
-
-    Attributes:
-        name: What the table calls it.
-        kind: Which family it belongs to.
-        step: Runs forward and backward, returns the loss.
-        model: Its copy of the model.
-        row: What is measured.
-        planned: The graph and the plan of ours, where they are needed.
-    """
+    """One way to run a step."""
 
     name: str
-    kind: str
-    step: Callable[[], Any]
+    kind: str  # "ours", or the family of another way
+    step: Callable[[], Any]  # runs forward and backward, returns the loss
     model: Any
-    row: dict[str, Any] = field(default_factory=dict)
-    planned: Any = None
+    row: dict[str, Any] = field(default_factory=dict)  # what is measured
 
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:
@@ -61,16 +51,47 @@ def backward(forward: Callable[[], Any]) -> Any:
     return loss.detach()
 
 
-def by_backend(case: Any, plan: Any = None, **options: Any) -> tuple[Callable[[], Any], Any]:
-    """A step of a model compiled by the backend alone, and its graph.
+def eager(case: Any) -> Callable[[], Any]:
+    """A step of plain PyTorch."""
+    return lambda: backward(lambda: case.model(**case.batch))
 
-    Its forward is run once, and the buffers put back.
 
-    Args:
-        case: The model and its batch.
-        plan: The plan that it runs; None keeps everything.
-        options: Further options of the backend.
-    """
+def checkpointed(case: Any, *, selective: bool = False) -> Callable[[], Any]:
+    """A step with a checkpoint around every block; if selective, the outputs of expensive ops in it are kept."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    dear = ("mm.", "addmm.", "bmm.", "convolution.", "_scaled_dot_product")
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op.__name__.startswith(dear) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    for block in case.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+    return eager(case)
+
+
+def stock(case: Any, backend: str, fraction: float | None = None) -> Callable[[], Any]:
+    """A step compiled by torch, with its own ``activation_memory_budget`` if one is given."""
+    import torch
+    import torch._functorch.config as functorch_config
+
+    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
+    settings: dict[str, Any] = {"enable_autograd_cache": False}
+    settings |= {} if fraction is None else {"activation_memory_budget": fraction}
+
+    def step() -> Any:
+        # The backward is compiled at its first run, under the same setting.
+        with functorch_config.patch(settings):
+            return backward(lambda: returned(program, case))
+
+    return step
+
+
+def by_backend(case: Any, plan: Any = None) -> tuple[Callable[[], Any], Any]:
+    """A step of a model compiled by our backend alone, and its graph; the forward is run once, and the buffers put back."""
     import torch
 
     from checkmate.torch.backend import compile_graph
@@ -79,7 +100,7 @@ def by_backend(case: Any, plan: Any = None, **options: Any) -> tuple[Callable[[]
 
     found: list[Any] = []
     hooks = Hooks(planned=lambda interface, result: found.append(interface.graph))
-    backend = functools.partial(compile_graph, options=Options(plan=plan, **options), hooks=hooks)
+    backend = functools.partial(compile_graph, options=Options(plan=plan), hooks=hooks)
     program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
     with buffers_put_back(case.model):
         returned(program, case)

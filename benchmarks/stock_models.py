@@ -22,12 +22,7 @@ Compiled = Sequence[Callable[..., Any]]
 
 
 class Loop:
-    """Variables of a training loop.
-
-    Attributes:
-        outputs: What the model returned.
-        loss: The loss.
-    """
+    """Variables of a training loop: what the model returned, and the loss."""
 
     outputs: Any = None
     loss: Any = None
@@ -35,19 +30,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Case:
-    """Modules and their training steps.
-
-    Attributes:
-        modules: The modules, each of which is compiled.
-        step: Body of the loop, given the compiled modules and the variables: all but the last backward and the update.
-        data: Tensors that a step is given.
-        outside: Whether the loss is computed outside of the compiled modules.
-    """
+    """Modules, each of which is compiled, and their training steps."""
 
     modules: Sequence[nn.Module]
-    step: Callable[[Compiled, Loop], None]
-    data: Sequence[Any]
-    outside: bool = False
+    step: Callable[[Compiled, Loop], None]  # body of the loop: all but the last backward and the update
+    data: Sequence[Any]  # tensors that a step is given
+    outside: bool = False  # whether the loss is computed outside of the compiled modules
 
 
 def documented(model: nn.Module, **batch: Any) -> Case:
@@ -281,23 +269,6 @@ def gpt2_outside() -> Case:
 
 
 @model
-def llama_outside() -> Case:
-    from transformers import LlamaConfig, LlamaModel
-
-    net = LlamaModel(LlamaConfig(vocab_size=512, **KV))
-    return with_loss(net, lambda out: out.last_hidden_state.square().mean(), input_ids=tokens(512, 8, 128))
-
-
-@model
-def bert_outside() -> Case:
-    from transformers import BertConfig, BertForMaskedLM
-
-    ids = tokens(512, 8, 128)
-    net = BertForMaskedLM(BertConfig(vocab_size=512, **LLAMA))
-    return with_loss(net, lambda out: F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()), input_ids=ids)
-
-
-@model
 def detr() -> Case:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
@@ -415,16 +386,6 @@ def lora_llama() -> Case:
     return documented(get_peft_model(net, adapters), **text(8, 128, mask=False)())
 
 
-@model
-def lora_bert() -> Case:
-    from peft import LoraConfig, get_peft_model
-    from transformers import BertConfig, BertForSequenceClassification
-
-    net = BertForSequenceClassification(BertConfig(vocab_size=512, **LLAMA))
-    adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
-    return documented(get_peft_model(net, adapters), **text(8, 128, labels="classes", mask=False)())
-
-
 # Other libraries and plain torch.
 
 
@@ -439,36 +400,6 @@ def retinanet() -> Case:
     corner = torch.rand(3, 2) * 40
     targets = [{"boxes": torch.cat([corner, corner + 40], 1), "labels": torch.randint(4, (3,))} for _ in rooms]
     return with_loss(net, lambda losses: sum(losses.values()), rooms, targets)
-
-
-@model
-def fcn_resnet() -> Case:
-    from torchvision.models.segmentation import lraspp_mobilenet_v3_large
-
-    target = torch.randint(4, (4, 96, 96))
-    net = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
-    return with_loss(net, lambda out: F.cross_entropy(out["out"], target), images(4, 3, 96, 96), given=[target])
-
-
-class LanguageModel(nn.Module):
-    """The word language model of PyTorch's examples: an embedding, an LSTM and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, 64)
-        self.rnn = nn.LSTM(64, 64, num_layers=2, batch_first=True)
-        wide = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()) for _ in range(4)]
-        self.head = nn.Sequential(nn.Linear(64, 256), *wide, nn.Linear(256, 256))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of each position."""
-        return self.head(self.rnn(self.embedding(ids))[0])
-
-
-@model
-def lstm() -> Case:
-    ids = tokens(256, 32, 32)
-    return with_loss(LanguageModel(), lambda out: F.cross_entropy(out.flatten(0, 1), ids.flatten()), ids)
 
 
 class PackedGRU(nn.Module):
@@ -496,118 +427,12 @@ def packed_gru() -> Case:
 
 
 @model
-def nn_transformer() -> Case:
-    net = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
-    target = images(8, 64, 64)
-    return with_loss(net, lambda out: F.mse_loss(out, target), images(8, 96, 64), images(8, 64, 64), given=[target])
-
-
-@model
-def mambapy_lm() -> Case:
-    from mambapy.mamba import Mamba, MambaConfig
-
-    x = images(4, 64, 32)
-    return with_loss(Mamba(MambaConfig(d_model=32, n_layers=2)), lambda out: F.mse_loss(out, x), x)
-
-
-@model
 def gcn() -> Case:
     from torch_geometric.nn.models import GCN
 
     edges, target = torch.randint(2000, (2, 10000)), torch.randint(4, (2000,))
-    return with_loss(
-        GCN(32, 64, 3, out_channels=4, dropout=0.5),
-        lambda out: F.cross_entropy(out, target),
-        images(2000, 32),
-        edges,
-        given=[target],
-    )
-
-
-@model
-def gat() -> Case:
-    from torch_geometric.nn.models import GAT
-
-    edges, target = torch.randint(1000, (2, 5000)), torch.randint(4, (1000,))
-    return with_loss(
-        GAT(32, 64, 3, out_channels=4, heads=4),
-        lambda out: F.cross_entropy(out, target),
-        images(1000, 32),
-        edges,
-        given=[target],
-    )
-
-
-@model
-def dcgan() -> Case:
-    """The DCGAN of PyTorch's examples: both networks are compiled, and each has a step."""
-    generator = nn.Sequential(
-        nn.ConvTranspose2d(32, 64, 4, 1, 0, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(True),
-        nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(True),
-        nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(True),
-        nn.ConvTranspose2d(16, 3, 4, 2, 1, bias=False),
-        nn.Tanh(),
-    )
-    discriminator = nn.Sequential(
-        nn.Conv2d(3, 16, 4, 2, 1, bias=False),
-        nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(16, 32, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(32, 64, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(64),
-        nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(64, 1, 4, 1, 0, bias=False),
-        nn.Sigmoid(),
-    )
-    real, noise = images(32, 3, 32, 32), images(32, 32, 1, 1)
-    ones, zeros = torch.ones(32, 1, 1, 1), torch.zeros(32, 1, 1, 1)
-    criterion = nn.BCELoss()
-
-    update = torch.optim.SGD(discriminator.parameters(), lr=1e-3)
-
-    def step(compiled: Compiled, loop: Loop) -> None:
-        g, d = compiled
-        update.zero_grad()
-        criterion(d(real), ones).backward()
-        loop.outputs = g(noise)
-        criterion(d(loop.outputs.detach()), zeros).backward()
-        update.step()
-        loop.loss = criterion(d(loop.outputs), ones)
-
-    return Case([generator.train(), discriminator.train()], step, [real, noise, ones, zeros], outside=True)
-
-
-@model
-def contrastive() -> Case:
-    """SimCLR: the compiled encoder runs twice in a step, on two views of the same images."""
-    encoder = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 64),
-        nn.ReLU(),
-        nn.Linear(64, 32),
-    )
-    first, second, target = images(16, 3, 32, 32), images(16, 3, 32, 32), torch.arange(16)
-
-    def step(compiled: Compiled, loop: Loop) -> None:
-        one, two = compiled[0](first), compiled[0](second)
-        similarity = F.normalize(one, dim=1) @ F.normalize(two, dim=1).T
-        loop.outputs, loop.loss = (one, two), F.cross_entropy(similarity / 0.1, target)
-
-    return Case([encoder.train()], step, [first, second, target], outside=True)
+    net = GCN(32, 64, 3, out_channels=4, dropout=0.5)
+    return with_loss(net, lambda out: F.cross_entropy(out, target), images(2000, 32), edges, given=[target])
 
 
 def _declare_torchvision_ops() -> None:

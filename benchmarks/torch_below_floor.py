@@ -2,8 +2,7 @@
 
 Each row has a fresh process on one thread, in which ours with ``chunking="auto"`` and our own step that keeps everything take
 turns; the fastest of the rounds counts, in time of the process. The process keeps freed memory: what a page fault costs is no
-op's cost. In every round each op of both plans is measured as well, alone: a shared machine may be a tenth faster or slower when
-the costs are measured from which a plan is made. `gpt2-60` is the model at 60 MiB above what is resident. In `gpt2` the step is
+op's cost. `gpt2-60` is the model at 60 MiB above what is resident. In `gpt2` the step is
 forward, loss and backward, and gradients are kept; in `gpt2_updated` SGD updates the parameters in it.
 
 The promises checked: measured peaks keep the budget and are the planned ones, to 64 bytes; measured overheads are the planned
@@ -17,15 +16,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import KEEPS_ITS_HEAP, by_model, mib
 from models import build
-from steps import CLOCK, Variant
+from steps import CLOCK, Variant, timed
 
 UPDATED = "_updated"
 ASKED = {"gpt2-96": 1.25, "gpt2-60": 1.38, "gpt2-52": 2.0, "gpt2_updated-45": 1.37, "gpt2_updated-30": 2.0}
@@ -48,7 +45,6 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     model, budget = name.split("-")
-    ops = MeasuredOps()
     keep = compiled(model, None, time_limit_s)
     reference = results(keep)
     exact, plain = in_float64(model)
@@ -58,72 +54,8 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     except (InfeasibleBudgetError, PlanNotFoundError) as refused:
         return {"refused": str(refused).splitlines()[0]}
     observe(ours, reference, exact, plain)
-    took: dict[str, list[float]] = {keep.name: [], ours.name: []}
-    for _ in range(rounds):
-        ops.measure([keep, ours])
-        for variant in (keep, ours):
-            began = time.process_time()
-            variant.step()
-            took[variant.name].append(time.process_time() - began)
-            variant.model.zero_grad(set_to_none=True)
-    for variant in (keep, ours):
-        variant.row |= {"time_s": min(took[variant.name]), "ops_s": ops.seconds(variant)}
+    timed([keep, ours], rounds)
     return {"keep_all": keep.row, "ours": ours.row}
-
-
-class MeasuredOps:
-    """The ops of steps, measured alone; made before the steps are compiled.
-
-    Attributes:
-        found: Nodes whose costs were asked for, a list for each capture.
-        times: The least times of each op so far, by signature.
-    """
-
-    def __init__(self) -> None:
-        import torch
-
-        from checkmate.torch.measure.profiler import Profiler
-
-        self.found: list[list[Any]] = []
-        self.times: dict[str, Any] = {}
-        self._other = torch.ones(32 << 20, dtype=torch.uint8)
-        costs = Profiler.__call__
-
-        def recorded(profiler: Any, nodes: Any) -> Any:
-            self.found.append(list(nodes))
-            return costs(profiler, nodes)
-
-        Profiler.__call__ = recorded  # type: ignore[method-assign]
-
-    def computations(self, variant: Variant) -> list[tuple[Any, int]]:
-        """Each op of a step's plan, with how often it is computed."""
-        graph, plan = variant.planned
-        names = [op.name for op in graph.ops if op.kind != "boundary"]
-        nodes = next(nodes for nodes in reversed(self.found) if [n.name for n in nodes] == names)
-        by_name = {node.name: node for node in nodes}
-        count = Counter(graph.ops[o].name for o in plan.order)
-        return [(by_name[name], times) for name, times in count.items() if name in by_name]
-
-    def measure(self, variants: list[Variant]) -> None:
-        """Run each op of some steps."""
-        import torch
-
-        from checkmate.torch._compat.dispatch import no_dispatch, no_modes
-        from checkmate.torch.graph.rng import generators_restored
-        from checkmate.torch.measure.profiler import signature
-        from checkmate.torch.measure.timing import LeastTimes, run_again
-
-        nodes = {key: n for v in variants for n, _ in self.computations(v) if (key := signature(n)) is not None}
-        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-            for key, node in nodes.items():
-                run_again(node, self._other, self.times.setdefault(key, LeastTimes(node)))
-
-    def seconds(self, variant: Variant) -> float:
-        """Sum over the computations of a plan."""
-        from checkmate.torch.measure.profiler import signature
-
-        counts = ((signature(node), count) for node, count in self.computations(variant))
-        return sum(count * self.times[key].total_ns for key, count in counts if key is not None) / 1e9
 
 
 def compiled(name: str, above_bytes: int | None, time_limit_s: float) -> Variant:
@@ -147,7 +79,7 @@ def compiled(name: str, above_bytes: int | None, time_limit_s: float) -> Variant
         "remarks": [remark for remark in step.result.remarks if "pieces" in remark],
     }
     label = "keep all" if above_bytes is None else mib(above_bytes)
-    return Variant(label, "ours", lambda: step(**case.batch)[1], case.model, row, (step.graph, step.plan))
+    return Variant(label, "ours", lambda: step(**case.batch)[1], case.model, row)
 
 
 def results(variant: Variant) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Each case runs in a fresh process on shapes alone. Wall and processor seconds are of `fits` itself; memory is the whole process's,
 PyTorch and transformers included. Exit status 1 if a case takes more than 4 GiB, or more than a minute of processor time.
 
-    python benchmarks/torch_fits.py [--cases gpt2-xl llama-7b]
+    python benchmarks/torch_fits.py [--models gpt2-xl llama-7b]
 
 Cases that are not named keep their rows of the last run. The limits are not for those that look for the longest sequence, which
 takes three more traces.
@@ -11,7 +11,6 @@ takes three more traces.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import sys
@@ -20,57 +19,52 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, earlier, hardware, save, versions
+from fresh import by_model
 
 LIMIT_S, LIMIT_BYTES = 60.0, 4 * 2**30
 LONGEST_S = 1500.0
 """Time limit of cases that look for the longest sequence."""
 
 
-def gpt2_xl() -> tuple[Any, Any, Any, dict[str, Any]]:
+ADAMW = {"device": "H100", "optimizer": "adamw"}
+
+
+def gpt2_xl(batch: int = 8, dtype: Any = None) -> tuple[Any, Any, Any, dict[str, Any]]:
     """GPT-2 XL in float32, 8 sequences of 1024 tokens, as its paper has it but for dropout."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
-    )
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     with torch.device("meta"):
-        tokens = torch.zeros(8, 1024, dtype=torch.long)
-        return _logits(GPT2LMHeadModel(config)), _loss, (tokens, tokens), {"device": "RTX 4090", "optimizer": "adamw"}
+        model = GPT2LMHeadModel(GPT2Config(n_layer=48, n_embd=1600, n_head=25, **without)).to(dtype or torch.float32)
+    return *outside(model, batch, 1024), {**ADAMW, "device": "RTX 4090"}
 
 
-def llama_7b() -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The shapes of Llama 7B in bfloat16, one sequence of 2048 tokens."""
+def llama(**config: Any) -> Any:
+    """A Llama in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        tokens = torch.zeros(1, 2048, dtype=torch.long)
-        model = LlamaForCausalLM(LlamaConfig()).to(torch.bfloat16)
-        return _logits(model), _loss, (tokens, tokens), {"device": "H100", "optimizer": "adamw"}
+        return LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+
+
+LLAMA_3 = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0}
+
+
+def llama_7b() -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The shapes of Llama 7B in bfloat16, one sequence of 2048 tokens."""
+    return *outside(llama(), 1, 2048), ADAMW
 
 
 def llama_3_8b() -> tuple[Any, Any, Any, dict[str, Any]]:
     """The shapes of Llama 3 8B in bfloat16, with its vocabulary of 128,256, one sequence of 16,384 tokens."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-    )
-    with torch.device("meta"):
-        tokens = torch.zeros(1, 16384, dtype=torch.long)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        example = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    return model, None, example, {"device": "H100", "optimizer": "adamw", "sequence_dim": 1, "time_limit_s": LONGEST_S}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "max_position_embeddings": 131072}
+    tokens = torch.zeros(1, 16384, dtype=torch.long, device="meta")
+    example = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    return llama(**LLAMA_3, **sizes), None, example, {**ADAMW, "sequence_dim": 1, "time_limit_s": LONGEST_S}
 
 
 def llama_3_8b_in_pieces() -> tuple[Any, Any, Any, dict[str, Any]]:
@@ -82,8 +76,10 @@ def llama_3_8b_in_pieces() -> tuple[Any, Any, Any, dict[str, Any]]:
 CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-3-8b": llama_3_8b, "llama-3-8b-in-pieces": llama_3_8b_in_pieces}
 
 
-def _logits(net: Any) -> Any:
+def outside(net: Any, batch: int, length: int) -> tuple[Any, Any, Any]:
+    """A language model that returns its logits, its loss, and tokens."""
     import torch
+    from torch.nn.functional import cross_entropy
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -93,16 +89,14 @@ def _logits(net: Any) -> Any:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.net(input_ids=tokens, use_cache=False).logits
 
-    return Logits()
+    def loss(logits: Any, tokens: Any) -> Any:
+        return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return Logits(), loss, (tokens, tokens)
 
 
-def _loss(logits: Any, tokens: Any) -> Any:
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def ask(name: str) -> dict[str, Any]:
+def ask(name: str, time_limit_s: float, _rounds: int) -> dict[str, Any]:
     """Ask for one case."""
     import torch
 
@@ -111,7 +105,7 @@ def ask(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, loss, example, asked = CASES[name]()
     began, cpu = time.perf_counter(), time.process_time()
-    found = checkmate.torch.fits(model, loss, example=example, **{"time_limit_s": LIMIT_S, **asked})
+    found = checkmate.torch.fits(model, loss, example=example, **{"time_limit_s": time_limit_s, **asked})
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     result, largest = found.result, found.largest_batch
     return {
@@ -154,27 +148,16 @@ def _longest(found: Any) -> dict[str, Any] | None:
     }
 
 
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """Limits that a case exceeds."""
+    if row.get("longest") is None and (row["cpu_s"] > LIMIT_S or row["max_resident_bytes"] > LIMIT_BYTES):
+        return [f"{name}: {row['cpu_s']} s of the processor, {row['max_resident_bytes']} bytes"]
+    return []
+
+
 def main() -> int:
     """Run the cases, or one child."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        answer(ask(options.child))
-        return 0
-    rows = earlier(__file__, "cases")
-    for name in options.cases:
-        rows[name] = child(__file__, name)
-        print(name, rows[name], flush=True)
-        report = {
-            "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
-            "cases": {n: rows[n] for n in CASES if n in rows},
-        }
-        save(__file__, report)
-    limited = [row for row in rows.values() if row.get("longest") is None]
-    return int(any(row["cpu_s"] > LIMIT_S or row["max_resident_bytes"] > LIMIT_BYTES for row in limited))
+    return by_model(__file__, __doc__, tuple(CASES), run=ask, verdict=verdict, rows="cases", time_limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,15 @@ import contextlib
 import functools
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import steps
 from fresh import by_model, mib
-from models import WHOLE, build
-from steps import Variant, backward, beaten, by_backend, compiled_by_torch, observe, returned, timed
+from models import WHOLE, Case, build
+from steps import Variant, beaten, by_backend, observe, timed
 
 MODELS = (
     *("gpt2", "bert", "vit", "resnet50", "unet", "llama_4", "llama_6", "llama_8"),
@@ -48,8 +50,7 @@ def main() -> int:
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """Child: all variants of a model."""
     logging.disable(logging.WARNING)
-    fractions = next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix))
-    variants = [eager(name), blocks(name, "checkpoint"), blocks(name, "selective"), *[knob(name, f) for f in fractions]]
+    variants = list(others(name))
     for variant in variants:
         observe(variant)
         say(name, variant)
@@ -67,47 +68,19 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     return {**facts, "variants": rows}
 
 
-def eager(name: str) -> Variant:
-    """Plain PyTorch."""
-    case = build(name)
-    return Variant("eager", "eager", functools.partial(backward, lambda: case.model(**case.batch)), case.model)
+def others(name: str) -> Iterator[Variant]:
+    """Every other way, each with a model of its own."""
 
+    def variant(label: str, kind: str, make: Callable[[Case], Callable[[], Any]]) -> Variant:
+        case = build(name)
+        return Variant(label, kind, make(case), case.model)
 
-def blocks(name: str, how: str) -> Variant:
-    """Checkpointing of every block, or of all in it but the expensive ops."""
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    dear = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default}
-    dear.add(aten._scaled_dot_product_flash_attention_for_cpu.default)
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
-
-    case = build(name)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for block in case.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
-    return Variant(f"{how} per block", how, functools.partial(backward, lambda: case.model(**case.batch)), case.model)
-
-
-def knob(name: str, fraction: float) -> Variant:
-    """torch's own budget."""
-    import torch
-    import torch._functorch.config as functorch_config
-
-    case = build(name)
-    program = torch.compile(compiled_by_torch(case.model), backend="aot_eager", dynamic=False)
-
-    def step() -> Any:
-        # The backward is compiled at its first run, under the same setting.
-        with functorch_config.patch(activation_memory_budget=fraction, enable_autograd_cache=False):
-            return backward(lambda: returned(program, case))
-
-    return Variant(f"activation_memory_budget={fraction}", "knob", step, case.model)
+    yield variant("eager", "eager", steps.eager)
+    yield variant("checkpoint per block", "checkpoint", steps.checkpointed)
+    yield variant("selective per block", "selective", functools.partial(steps.checkpointed, selective=True))
+    for f in next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix)):
+        knob = functools.partial(steps.stock, backend="aot_eager", fraction=f)
+        yield variant(f"activation_memory_budget={f}", "knob", knob)
 
 
 def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Variant], dict[str, Any]]:

@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, mib
-from inductor_start import in_fresh_processes
+import steps
+from fresh import by_model, child, mib
 from models import Case, build
-from steps import CLOCK, Variant, backward, beaten, buffers_put_back, compiled_by_torch, observe, returned, timed
+from steps import CLOCK, Variant, beaten, observe, timed
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "layers_32", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -50,23 +52,20 @@ def main() -> int:
     return by_model(__file__, str(__doc__), MODELS, run=run, verdict=verdict, own_cache=True)
 
 
-def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
-    """Child: all variants of a model."""
+def run(name: str, time_limit_s: float, rounds: int, first: str | None = None) -> dict[str, Any]:
+    """Child: all variants of a model, or its first step."""
     from checkmate import InfeasibleBudgetError, PlanNotFoundError
 
     logging.disable(logging.WARNING)
+    if first is not None:
+        return first_step(name, int(first), time_limit_s)
     fractions = next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix))
     others = [stock(name, None), *[stock(name, fraction) for fraction in fractions]]
-    reference: list[Any] = []
     for variant in others:
         observe(variant)
-        gradients = gradients_of(variant)
-        reference = reference or gradients
-        variant.row["error"] = error(gradients, reference)
         say(name, variant)
     keep = ours(name, None, time_limit_s)
     observe(keep)
-    keep.row["error"] = error(gradients_of(keep), reference)
     top = keep.row["peak_bytes"]
     keep.row |= {"budget_bytes": top, "compiler": "inductor"}
     say(name, keep)
@@ -87,12 +86,12 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
             peak = failed.smallest_bytes - resident  # the smallest that a refusal names has to be kept
             variant = ours(name, resident + peak, time_limit_s)
         observe(variant)
-        variant.row |= {"budget_bytes": peak, "error": error(gradients_of(variant), reference)}
+        variant.row["budget_bytes"] = peak
         say(name, variant)
         mine.append(variant)
     for variant in (*others, *mine):
-        first = keep if variant.kind == "ours" else others[0]
-        variant.row["identical"] = variant.row["bits"] == first.row["own_bits"]
+        same = keep if variant.kind == "ours" else others[0]
+        variant.row["identical"] = variant.row["bits"] == same.row["own_bits"]
     timed([*others, *mine], rounds)
     others[0].row |= start(name, -1, time_limit_s)
     for variant in mine:
@@ -109,27 +108,44 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
 
 
 def start(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, Any]:
-    """Wall seconds to the end of a first step in a fresh process, with empty caches and then with filled ones."""
-    cold, cached = in_fresh_processes(name, str(budget_bytes), time_limit_s, 2)
+    """Wall seconds to the end of a first step in a fresh process, with empty caches and then with what it filled."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "CHECKMATE_CACHE": f"{folder}/checkmate"}
+        arguments = (name, str(time_limit_s), "1", str(budget_bytes))
+        cold, cached = (child(__file__, *arguments, **caches) for _ in range(2))
     return {"cold_s": cold["first_s"], "cached_s": cached["first_s"], "plans": cold["plans"]}
+
+
+def first_step(name: str, budget: int, time_limit_s: float) -> dict[str, Any]:
+    """Seconds to the end of the first step, and for how many plans code was generated.
+
+    The clock starts before the model is compiled, and is wall time: some compilers run in other processes. The budget of ours is
+    in bytes; it is -1 for stock Inductor, 0 for keeping everything.
+    """
+    import torch._inductor.compile_fx  # before the clock starts
+
+    import checkmate.torch
+
+    logging.disable(logging.WARNING)
+    case = build(name)
+    if budget < 0:
+        began = time.perf_counter()
+        program = torch.compile(steps.compiled_by_torch(case.model), backend="inductor", dynamic=False)
+        steps.backward(lambda: steps.returned(program, case))
+        return {"first_s": time.perf_counter() - began, "plans": 1}
+    began = time.perf_counter()
+    options = {"budget": budget or None, "time_limit_s": time_limit_s, "compiler": "inductor"}
+    step = checkmate.torch.compile(case.model, example=case.batch, **options)
+    step(**case.batch)
+    took = time.perf_counter() - began
+    plans = re.search(r"compiled by Inductor \(plan (\d+)\)", " ".join(step.result.remarks))
+    return {"first_s": took, "plans": int(plans[1]) if plans else 1}
 
 
 def stock(name: str, fraction: float | None) -> Variant:
     """Inductor as it is, or with torch's own budget."""
-    import torch
-    import torch._functorch.config as functorch_config
-
     case = build(name)
-    program = torch.compile(compiled_by_torch(case.model), backend="inductor", dynamic=False)
-    patch: dict[str, Any] = {"enable_autograd_cache": False}
-    if fraction is not None:
-        patch["activation_memory_budget"] = fraction
-
-    def step() -> Any:
-        # The backward is compiled at its first run, under the same setting.
-        with functorch_config.patch(patch):
-            return backward(lambda: returned(program, case))
-
+    step = steps.stock(case, "inductor", fraction)
     began = time.process_time()
     step()
     case.model.zero_grad(set_to_none=True)
@@ -178,24 +194,6 @@ def _tensors(model: Any) -> list[Any]:
 
 def _loss(step: Any, batch: dict[str, Any]) -> Any:
     return step(**batch)[1]
-
-
-def gradients_of(variant: Variant) -> list[Any]:
-    """Gradients from a fixed seed; statistics are those of the steps before, and play no part in training."""
-    import torch
-
-    torch.manual_seed(1)
-    with buffers_put_back(variant.model):
-        variant.step()
-    found = [p.grad.clone() for p in variant.model.parameters() if p.grad is not None]
-    variant.model.zero_grad(set_to_none=True)
-    return found
-
-
-def error(gradients: list[Any], reference: list[Any]) -> float:
-    """Largest difference of a gradient over the largest of its entries."""
-    pairs = zip(gradients, reference, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
 
 
 def say(name: str, variant: Variant) -> None:

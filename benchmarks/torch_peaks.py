@@ -14,75 +14,54 @@ Models that are not named keep their rows of the last run.
 from __future__ import annotations
 
 import argparse
-import copy
-import functools
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, earlier, hardware, mib, save, versions
+import steps
+from fresh import answer, child, digest, earlier, mib, parser, ran, save
+from models import MODELS, build
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets: this share of the way from the smallest feasible peak to keeping everything."""
-TOLERANCE = 0.01
 
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=None)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", default=MODELS)
+    command.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
+    command.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = command.parse_args()
     if options.child:
-        answer(CHILDREN[options.child[0]](*options.child[1:]))
+        kind, *arguments = options.child
+        answer({"plan": plan_points, "run": run_point}[kind](*arguments))
         return 0
-    from models import MODELS
-
     rows = earlier(__file__)
-    for name in options.models or MODELS:
-        rows[name] = run_model(name, options.time_limit)
-        report = {"hardware": hardware(), "versions": versions("torch", "transformers"), "fractions": FRACTIONS, "models": rows}
-        save(__file__, report)
+    for name in options.models:
+        rows[name] = run_model(name, str(options.time_limit))
+        print(name, rows[name], flush=True)
+        save(__file__, {**ran("torch", "transformers"), "fractions": FRACTIONS, "models": rows})
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
 
 
-def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
+def run_model(name: str, time_limit_s: str) -> dict[str, Any]:
     """All runs of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        planned = child(__file__, "plan", name, folder, str(time_limit_s))
-        keep = child(__file__, "run", name, "")
-        points = []
+        planned = child(__file__, "plan", name, folder, time_limit_s)
+        keep = child(__file__, "run", name, "keep all")
         for point in planned["points"]:
             point.update(child(__file__, "run", name, point.pop("plan")))
             point["time_ratio"] = point["time_s"] / keep["time_s"]
             point["identical"] = point["digests"] == keep["digests"]
-            points.append(point)
-            print(
-                f"{name}: planned {mib(point['planned_bytes'])}, measured {mib(point['measured_bytes'])}, "
-                f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}",
-                flush=True,
-            )
-        eager, checkpointed = child(__file__, "eager", name, ""), child(__file__, "eager", name, "checkpoint")
-    print(
-        f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True
-    )
-    return {**planned, "keep_all": keep, "points": points, "eager": eager, "checkpoint_per_block": checkpointed}
-
-
-def build(name: str) -> Any:
-    """The model, the same in every process."""
-    import torch
-    from models import MODELS
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    return MODELS[name]()
+    others = {how: child(__file__, "run", name, how) for how in ("eager", "checkpoint_per_block")}
+    return {**planned, "keep_all": keep, **others}
 
 
 def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
@@ -134,54 +113,37 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     }
 
 
-def run_point(name: str, plan: str) -> dict[str, Any]:
-    """Child: execute a plan, or keep everything; peak, time and digests of what it computed."""
+def run_point(name: str, how: str) -> dict[str, Any]:
+    """Child: a step by a plan or one of the other ways; peak, time and digests of what it computed."""
+    import torch
+
     import checkmate.torch
 
     case = build(name)
-    step = checkmate.torch.compile(case.model, example=case.batch, plan=plan or None)
-    return _observe(case.model, lambda: step(**case.batch)[1])
-
-
-def run_eager(name: str, how: str) -> dict[str, Any]:
-    """Child: the same step in eager mode, optionally with every block under `torch.utils.checkpoint`."""
-    from torch.utils.checkpoint import checkpoint
-
-    case = build(name)
-    for block in case.blocks if how == "checkpoint" else ():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-    def step() -> Any:
-        loss = case.model(**case.batch)
-        loss.backward()
-        return loss.detach()
-
-    return {**_observe(case.model, step), "blocks": len(case.blocks)}
-
-
-def _observe(model: Any, step: Any) -> dict[str, Any]:
-    import torch
-
-    from checkmate.torch import measure_peak
-
-    before = copy.deepcopy(dict(model.named_buffers()))
+    if how == "eager":
+        step: Callable[[], Any] = steps.eager(case)
+    elif how == "checkpoint_per_block":
+        step = steps.checkpointed(case)
+    else:
+        compiled = checkmate.torch.compile(case.model, example=case.batch, plan=None if how == "keep all" else how)
+        step = lambda: compiled(**case.batch)[1]  # noqa: E731
     torch.manual_seed(1)
     loss = step()
     digests = {
         "loss": digest(loss),
-        "gradients": digest(*[p.grad for p in model.parameters()]),
-        "buffers": digest(*model.buffers()),
+        "gradients": digest(*[p.grad for p in case.model.parameters()]),
+        "buffers": digest(*case.model.buffers()),
         "random_state": digest(torch.get_rng_state()),
     }
-    assert not before or set(before) == set(dict(model.named_buffers()))
     times = []
     for _ in range(3):
-        model.zero_grad(set_to_none=True)
+        case.model.zero_grad(set_to_none=True)
         began = time.process_time()
         step()
         times.append(time.process_time() - began)
-    model.zero_grad(set_to_none=True)
-    return {"measured_bytes": measure_peak(step), "time_s": min(times), "loss": loss.item(), "digests": digests}
+    case.model.zero_grad(set_to_none=True)
+    peak = checkmate.torch.measure_peak(step)
+    return {"measured_bytes": peak, "time_s": min(times), "loss": loss.item(), "digests": digests}
 
 
 def verdict(name: str, row: dict[str, Any]) -> list[str]:
@@ -191,7 +153,7 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
         label = f"{name} at {mib(point['budget_bytes'])}"
         if point["measured_bytes"] > point["budget_bytes"]:
             broken.append(f"{label}: measured {point['measured_bytes']} bytes, budget {point['budget_bytes']}")
-        if abs(point["measured_bytes"] - point["planned_bytes"]) > TOLERANCE * point["planned_bytes"]:
+        if abs(point["measured_bytes"] - point["planned_bytes"]) > 0.01 * point["planned_bytes"]:
             broken.append(f"{label}: measured {point['measured_bytes']} bytes, planned {point['planned_bytes']}")
         if not point["identical"]:
             broken.append(f"{label}: not equal to the bit to keeping everything")
@@ -201,9 +163,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
     if peaks[0] > row["checkpoint_per_block"]["measured_bytes"]:
         broken.append(f"{name}: smallest peak {peaks[0]}, checkpoint per block {row['checkpoint_per_block']['measured_bytes']}")
     return broken
-
-
-CHILDREN = {"plan": plan_points, "run": run_point, "eager": run_eager}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Public training scripts with one line changed, under a budget: the peak of every step, of everything in the process.
 
     pip install ninja trl peft datasets accelerate lightning transformers    # and a C++ compiler
-    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5] [--unchanged]
+    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5]
 
 For every script in `benchmarks/scripts`: eager, "100%", "60%" and a budget in bytes of 80 % of the highest peak of eager, each in
 a fresh process with an empty cache, six steps. Such a process is forked from one that has imported the packages and has run
@@ -20,14 +20,11 @@ outcomes of a run with a budget are
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
 The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
-Exit status 1 if one breaks. With `--unchanged` not even the one line is changed: the scripts run as under `checkmate run`, and no
-results are kept. Scripts that are not named keep their rows of the last run.
+Exit status 1 if one breaks.  Scripts that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import logging
 import math
 import multiprocessing
@@ -43,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import digest, earlier, hardware, mib, save, versions
+from fresh import digest, earlier, mib, parser, pass_warnings_to, ran, save, without_folders
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -57,61 +54,50 @@ TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, 
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", default=None)
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
-    parser.add_argument("--print-only", action="store_true", help="keep no results")
-    parser.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
-    options = parser.parse_args()
-    options.print_only |= options.unchanged
+    command = parser(__doc__)
+    command.add_argument("--scripts", nargs="+", default=None)
+    command.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
+    command.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
+    command.add_argument("--print-only", action="store_true", help="keep no results")
+    options = command.parse_args()
     import transformers  # noqa: F401 - once, before the processes are forked
     from counting_allocator import counting_allocator
+    from generate import chain
     from scripts import SCRIPTS
 
     import checkmate.torch  # noqa: F401
+    from checkmate import Limits, Problem, solve
 
     counting_allocator()
-    warm_up()
+    solve(Problem(chain(12), "45%"), limits=Limits(time_s=2, gap=0.0))  # compiles the solver's kernels, once on a machine
     rows = {} if options.print_only else earlier(__file__)
     for row in rows.values():
         classify(row)
     for name in options.scripts or SCRIPTS:
-        rows[name] = measured(name, options.time_limit, options.timeout, unchanged=options.unchanged)
+        rows[name] = measured(name, options.time_limit, options.timeout)
         classify(rows[name])
         print("\n".join(lines(name, rows[name])), flush=True)
         if not options.print_only:
             report = {
-                "hardware": hardware(),
-                "versions": versions(*PACKAGES),
+                **ran(*PACKAGES),
                 "time_limit_s": options.time_limit,
                 "models": {n: rows[n] for n in SCRIPTS if n in rows},
             }
             save(__file__, report)
-    missing = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
-    broken = missing + broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
+    broken = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
+    broken += broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
 
 
-def warm_up() -> None:
-    """Compile the solver's kernels, once on a machine."""
-    from checkmate import Limits, Problem, solve
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from benchmarks.generate import chain
-
-    solve(Problem(chain(12), "45%"), limits=Limits(time_s=2, gap=0.0))
-
-
-def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False) -> dict[str, Any]:
+def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
     """All runs of a script, and the outcome of each budget."""
 
     def once(mode: str) -> dict[str, Any]:
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as cache:
-            process = context.Process(target=_child, args=(sender, cache, name, mode, limit, unchanged))
+            process = context.Process(target=_child, args=(sender, cache, name, mode, limit))
             process.start()
             sender.close()
             try:
@@ -138,15 +124,15 @@ def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False
     return row
 
 
-def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float, unchanged: bool) -> None:
+def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float) -> None:
     """Run a script in a separate process."""
     os.environ["CHECKMATE_CACHE"] = cache
     warnings.simplefilter("ignore")
     os.dup2(2, 1)  # what trainers print
-    sender.send(run(name, mode, time_limit_s, unchanged=unchanged))
+    sender.send(run(name, mode, time_limit_s))
 
 
-def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -> dict[str, Any]:
+def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
     """A script, and what it took. It changes the allocator of this process for good."""
     import random
 
@@ -182,21 +168,11 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
         marks.append(time.perf_counter())
         counter.reset()
 
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            row["warnings"].append([len(row["steps"]), _without_folders(record.getMessage())[:600]])
-
-    collect = Collect(logging.WARNING)
-    logging.getLogger("checkmate").addHandler(collect)
+    collect = pass_warnings_to(lambda text: row["warnings"].append([len(row["steps"]), text[:600]]))
     hook = register_optimizer_step_pre_hook(lambda *_: budget())
     WATCH.begin_step = begin_step
     WATCH.loss = lambda loss: row["losses"].append([len(row["steps"]), float(loss)])
-    within: Any = contextlib.nullcontext()
-    if mode not in ("eager", "aot_eager") and unchanged:
-        from checkmate.torch.integrations.script import training_within
-
-        within = training_within(int(mode) if mode.isdigit() else mode, time_limit_s=time_limit_s)
-    elif mode != "eager":
+    if mode != "eager":
         options = {"budget": int(mode) if mode.isdigit() else mode, "time_limit_s": time_limit_s}
         torch._functorch.config.donated_buffer = False  # as our backend, or it refuses gradients of gradients for another reason
         settings = {"backend": mode} if mode == "aot_eager" else {"backend": "checkmate", "options": options}
@@ -211,8 +187,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
     counter.install()
     counter.reset()
     try:
-        with within:
-            SCRIPTS[name].main()
+        SCRIPTS[name].main()
         end_step()
         tensors = [t for m in WATCH.models for t in (*m.parameters(), *m.buffers())]
         row["parameters"] = digest(*(t.float() if t.dtype == torch.bfloat16 else t for t in tensors))
@@ -257,13 +232,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
         sizes = {"budget_bytes": cause.budget_bytes, "smallest_bytes": cause.smallest_bytes}
         share = re.search(r"to at least ([\d.]+%)", cause.hint)
         enough = share[1] if share else str(cause.smallest_bytes)
-        return {"refused": {**sizes, "enough": enough, "message": _without_folders(str(cause))[:600]}}
-    return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
-
-
-def _without_folders(text: str) -> str:
-    """A message whose file names begin in site-packages, or in this repository."""
-    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
+        return {"refused": {**sizes, "enough": enough, "message": without_folders(str(cause))[:600]}}
+    return {"error": f"{type(error).__name__}: {without_folders(str(error))[:600]}"}
 
 
 def highest(found: dict[str, Any]) -> int:
@@ -286,14 +256,8 @@ def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int
     known = (max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each))
     of_eager = max(fixed + int(share * (most - fixed)), found.get("refused", {}).get("budget_bytes", 0))
     first = next(known, of_eager)
-    return [_limit(each, first) for each in budgets]
-
-
-def _limit(budgets: list[Any], first: int) -> int:
-    whole = [total for total, whole in budgets if whole]
-    if len(whole) < len(budgets) or not budgets:  # a part of the step is not known yet
-        whole.append(first)
-    return max(whole)
+    # Where a part of the step is not known yet, the first share counts too.
+    return [max([total if whole else first for total, whole in each], default=first) for each in budgets]
 
 
 def times(found: dict[str, Any]) -> int:
@@ -307,14 +271,13 @@ def excesses(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[t
     over = []
     for number, (step, limit) in enumerate(zip(found["steps"], limits(found, asked, eager), strict=True), 1):
         if step["peak_bytes"] > limit:
-            said = [_announced(text, limit) for at, text in found["warnings"] if at == number or (at < number and _lasts(text))]
+            said = [
+                _announced(text, limit)
+                for at, text in found["warnings"]
+                if at == number or (at < number and "a first step" not in text)
+            ]
             over.append((number, step["peak_bytes"], limit, max(said, default=0)))
     return over
-
-
-def _lasts(text: str) -> bool:
-    """Whether a warning is about more than the step that begins with it."""
-    return "a first step" not in text
 
 
 def _announced(text: str, limit: int) -> int:
@@ -363,14 +326,11 @@ def budget_of(label: str, eager: dict[str, Any]) -> str:
 def _error(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
     """The class of a run that raised another error than one of a budget: right if nothing can be planned and eager takes more."""
     step, error = len(found.get("steps", [])), found["error"]
-    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or _exceeds(asked, highest(eager)):
+    enough = not asked.endswith("%") and int(asked) >= highest(eager)
+    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or enough:
         return "crash", f"step {step}: {error}"
     name, why = _over(excesses(found, asked, eager))
     return ("refused", f"step {step}: no plan can be made: {error}") if name in KEPT else (name, why)
-
-
-def _exceeds(asked: str, size_bytes: int) -> bool:
-    return not asked.endswith("%") and int(asked) >= size_bytes
 
 
 def _refusal(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
@@ -449,16 +409,8 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
     found = []
     for label, each in row.items():
         peaks = " ".join(mib(step["peak_bytes"]) for step in each.get("steps", []))
-        took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
-        extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
-        limit = (
-            mib(max(limits(each, budget_of(label, row["eager"]), row["eager"]), default=0))
-            if "outcome" in each and each.get("steps")
-            else "-"
-        )
-        found.append(f"{name} {label}: before {mib(each.get('peak_bytes', 0))}, peaks {peaks} of {limit}; s {took}; {extra}")
-        if each.get("warnings"):
-            found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
+        said = f"{each['outcome']}: {each['why']}" if "outcome" in each else each.get("error", "")
+        found.append(f"{name} {label}: peaks {peaks}; {said}; {each.get('warnings', '')}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Unmodified models under a budget, in the call that their own documentation shows; each run in a fresh process.
 
-    pip install timm diffusers peft torchvision torch_geometric mambapy
+    pip install timm diffusers peft torchvision torch_geometric
     python benchmarks/torch_stock.py [--models gpt2 detr] [--time-limit 5]
 
 For every model of `stock_models.py`: "100%", "60%" and "40%", four steps each, with an update by SGD after each step. What the
@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import logging
 import os
 import random
-import re
 import sys
 import tempfile
 import time
@@ -31,21 +29,20 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, earlier, hardware, mib, save, versions
+from fresh import ChildError, answer, child, digest, earlier, mib, parser, pass_warnings_to, ran, save
 
 BUDGETS = ("100%", "60%", "40%")
 STEPS = 4
-PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "torchvision", "torch_geometric", "mambapy")
+PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "torchvision", "torch_geometric")
 
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=None)
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
-    parser.add_argument("--cache", help="folder for measured costs, kernels and plans; a new one by default")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", default=None)
+    command.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
+    command.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = command.parse_args()
     if options.child:
         name, budget, limit = options.child
         answer(run(name, budget, float(limit)))
@@ -53,13 +50,12 @@ def main() -> int:
     from stock_models import MODELS
 
     rows = earlier(__file__)
-    cache = options.cache or tempfile.mkdtemp()
+    cache = tempfile.mkdtemp()
     for name in options.models or MODELS:
         rows[name] = {budget: _child(name, budget, options.time_limit, cache) for budget in BUDGETS}
-        print("\n".join(line(name, budget, rows[name]) for budget in BUDGETS), flush=True)
+        print(name, {budget: broken_promises(rows[name], budget) or "holds" for budget in BUDGETS}, flush=True)
         report = {
-            "hardware": hardware(),
-            "versions": versions(*PACKAGES),
+            **ran(*PACKAGES),
             "time_limit_s": options.time_limit,
             "models": {n: rows[n] for n in MODELS if n in rows},
         }
@@ -92,7 +88,8 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(0)
     case = MODELS[name]()
-    messages = _messages()
+    messages: list[str] = []
+    pass_warnings_to(messages.append)
     options = {"budget": budget, "time_limit_s": time_limit_s}
     compiled = [torch.compile(module, backend="checkmate", options=options) for module in case.modules]
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in case.modules]
@@ -176,23 +173,6 @@ def _state(modules: Sequence[Any]) -> Callable[[], None]:
     return restore
 
 
-def without_folders(text: str) -> str:
-    """A message whose file names begin in site-packages, or in this repository."""
-    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/)", "", text)
-
-
-def _messages() -> list[str]:
-    """A list to which the library's warnings are added."""
-    found: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(without_folders(record.getMessage()))
-
-    logging.getLogger("checkmate").addHandler(Collect(logging.WARNING))
-    return found
-
-
 def _promised(coordinator: Any) -> dict[str, Any]:
     """What the plan of the newest step promises."""
     result, plan = coordinator.result, coordinator.step
@@ -254,20 +234,6 @@ def broken_promises(row: dict[str, Any], budget: str) -> list[str]:
             if unequal:
                 broken.append(f"step {i + 1}: {', '.join(unequal)} differ from '100%'")
     return broken
-
-
-def line(name: str, budget: str, row: dict[str, Any]) -> str:
-    """A run in one line."""
-    point = row[budget]
-    broken = broken_promises(row, budget)
-    if "error" in point or "refused" in point:
-        return f"{name} {budget}: {'; '.join(broken) or 'refused: ' + point['refused']}"
-    last, first = point["steps"][-1], point["steps"][0]["time_s"]
-    return (
-        f"{name} {budget}: measured {mib(last.get('measured_bytes', 0))}, planned {mib(last.get('planned_bytes', 0))} of "
-        f"{mib(last.get('budget_bytes', 0))} MiB, graphs {last.get('graphs')}, overhead {last.get('overhead', 0):.4f}, gap "
-        f"{last.get('gap', 0):.4f}, first step {first:.1f} s: {'; '.join(broken) or 'holds'}"
-    )
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ without a budget and, but for the smallest, with one of 38 %. The promises check
 sequence the peak without any recomputation is at most half of eager's, on the larger GPT-2 with a plan at most 0.4 of it;
 parameters, buffers and the optimizer's state after three steps are equal to the bit to eager mode. Exit status 1 if one breaks.
 
-    python benchmarks/torch_whole_step.py [--cases gpt2_small resnet50] [--time-limit 30]
+    python benchmarks/torch_whole_step.py [--models gpt2_small resnet50] [--time-limit 30]
 
 Cases that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, earlier, hardware, mib, save, versions
+from fresh import by_model, digest, mib
 
 CASES = {"gpt2_small": 0.5, "gpt2": 0.4, "resnet50": None}
 """Name -> share of eager's peak that is promised: without a budget for the small one, else with one."""
@@ -35,53 +34,24 @@ OPTIMIZERS = ("sgd", "adamw")
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, kind, limit = options.child
-        answer(run(name, kind, float(limit)))
-        return 0
-    rows = earlier(__file__, "cases")
-    for name in options.cases or CASES:
-        rows[name] = {}
-        for kind in OPTIMIZERS:
-            rows[name][kind] = child(__file__, name, kind, str(options.time_limit))
-            print(name, kind, [(mib(p["measured_bytes"]), p["identical"]) for p in rows[name][kind]["points"]], flush=True)
-        report = {
-            "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
-            "cases": {n: rows[n] for n in CASES if n in rows},
-        }
-        save(__file__, report)
-    broken = [line for name in CASES for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    return by_model(
+        __file__, __doc__, tuple(CASES), run=run, verdict=verdict, rounds=4, rows="cases", cells=dict.fromkeys(CASES, OPTIMIZERS)
+    )
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:
     """The model and its batch, the same each time."""
     import torch
-    from models import TokenLoss, _ids, resnet50
+    from models import gpt2, resnet50
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if name == "resnet50":
-        case = resnet50()
-        return case.model, case.batch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=6, n_embd=512, n_head=8, n_positions=256, vocab_size=256, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    rows, length = (1, 64) if name == "gpt2_small" else (4, 256)
-    return TokenLoss(GPT2LMHeadModel(config), shift=True).train(), {"ids": _ids(256, rows, length)}
+    batch, length = (1, 64) if name == "gpt2_small" else (4, 256)
+    case = resnet50() if name == "resnet50" else gpt2(6, 512, 256, batch, length)
+    return case.model, case.batch
 
 
-def run(name: str, kind: str, time_limit_s: float) -> dict[str, Any]:
+def run(name: str, time_limit_s: float, rounds: int, kind: str) -> dict[str, Any]:
     """Child: eager and ours, one after the other, then their steps interleaved."""
     import torch
 
@@ -116,7 +86,7 @@ def run(name: str, kind: str, time_limit_s: float) -> dict[str, Any]:
         measured = checkmate.torch.measure_peak(steps[-1])
         rows.append({"budget": budget, "planned_bytes": planned, "measured_bytes": measured, "overhead": overhead})
         rows[-1] |= {"bound_overhead": max(1.0, step.result.bound / step.graph.cost), "identical": identical}
-    times = [min(column) for column in zip(*[[_seconds(step) for step in steps] for _ in range(4)], strict=True)]
+    times = [min(column) for column in zip(*[[_seconds(step) for step in steps] for _ in range(rounds)], strict=True)]
     for row, seconds in zip(rows, times[1:], strict=True):
         row["time_s"] = seconds
     return {"eager_bytes": peak, "eager_s": times[0], "points": rows}

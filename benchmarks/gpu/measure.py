@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import hashlib
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fresh import hardware, versions
 
 from checkmate.torch import measure_peak
-
-_ALONE = False
-"""Whether this process has the GPU to itself already."""
-
-
-@contextmanager
-def alone() -> Generator[None]:
-    """The GPU to itself: other parts of the same call wait meanwhile."""
-    from run import LOCK
-
-    global _ALONE
-    path = os.environ.get(LOCK)
-    if path is None or _ALONE:
-        yield
-        return
-    with Path(path).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        _ALONE = True
-        try:
-            yield
-        finally:
-            _ALONE = False
-            give_back()
 
 
 def give_back() -> None:
@@ -95,12 +66,7 @@ def peaks(
 
     ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
 
-    Args:
-        step: Runs a step.
-        model: Its model.
-        batch: Its batch.
-        device: Type of the device.
-        emptied: Whether segments that nothing uses are given back before; not where they were reserved on purpose.
+    With ``emptied`` segments that nothing uses are given back before; not where they were reserved on purpose.
     """
     model.zero_grad(set_to_none=True)
     if device != "cuda":
@@ -153,15 +119,11 @@ def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
     model.zero_grad(set_to_none=True)
     loss = step()
     found = hashlib.sha256()
-    state = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    for tensor in [
-        loss,
-        *model.parameters(),
-        *(p.grad for p in model.parameters()),
-        *model.buffers(),
-        torch.get_rng_state(),
-        *state,
-    ]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    gradients = (p.grad for p in model.parameters())
+    for tensor in (loss, *model.parameters(), *gradients, *model.buffers(), *states):
         found.update(b"none" if tensor is None else _bytes(tensor))
     with torch.no_grad():
         for buffer, old in zip(model.buffers(), before, strict=True):

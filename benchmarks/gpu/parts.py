@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import measure
+import steps
 import torch
-from cases import Case, build
+from cases import build
+from models import Case
 
 import checkmate.torch
 from checkmate import (
@@ -37,7 +39,6 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.studies.reserved import reserved_bytes, smallest_arena
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.partition.copies import BUFFERS, measured_host
-from checkmate.torch.step.recipe import forward_program
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets of the peaks, between the smallest peak found and keeping everything."""
@@ -52,25 +53,20 @@ KNOBS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Values of torch's ``activation_memory_budget``."""
 
 
+Make = Callable[[Case], Callable[[], Any]]
+"""Makes the step of a model."""
+
+
 @dataclass
 class Setting:
-    """How a part runs.
-
-    Attributes:
-        device: Type of the device.
-        tiny: Whether models have their small size.
-        deadline: Reading of the clock before which it ends.
-        solve_s: Time limit of one solve.
-        rounds: Timed steps of a variant.
-        left_out: What was not measured for want of time, or failed; in words.
-    """
+    """How a part runs."""
 
     device: str
     tiny: bool
-    deadline: float
-    solve_s: float
-    rounds: int
-    left_out: list[str] = field(default_factory=list[str])
+    deadline: float  # reading of the clock before which it ends
+    solve_s: float  # time limit of one solve
+    rounds: int  # timed steps of a variant
+    left_out: list[str] = field(default_factory=list[str])  # what was not measured for want of time, or failed; in words
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -101,28 +97,19 @@ class Setting:
 
 
 def observed(setting: Setting, step: Callable[[], Any], case: Case, *, bits: int = 0, emptied: bool = True) -> dict[str, Any]:
-    """Peaks and times of a step, and a hash of what it computes.
-
-    Args:
-        setting: How the part runs.
-        step: Runs a step.
-        case: The model.
-        bits: Steps of which a hash is taken.
-        emptied: Whether segments that nothing uses are given back before; not where they were reserved on purpose.
-    """
+    """Peaks and times of a step, and a hash of what it computes in the first so many."""
     if emptied:
         step()  # compiles, where nothing is compiled yet
         case.model.zero_grad(set_to_none=True)
         measure.give_back()
-    with measure.alone():
-        step()
-        case.model.zero_grad(set_to_none=True)
-        step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
-        row: dict[str, Any] = {}
-        for name in ("bits", "bits_again")[:bits]:
-            row[name] = measure.bits(step, case.model)
-        row |= measure.peaks(step, case.model, case.batch, setting.device, emptied=emptied)
-        took = measure.seconds(step, case.model, setting.device, setting.rounds)
+    step()
+    case.model.zero_grad(set_to_none=True)
+    step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
+    row: dict[str, Any] = {}
+    for name in ("bits", "bits_again")[:bits]:
+        row[name] = measure.bits(step, case.model)
+    row |= measure.peaks(step, case.model, case.batch.values(), setting.device, emptied=emptied)
+    took = measure.seconds(step, case.model, setting.device, setting.rounds)
     return {**row, "time_s": min(took), "median_s": statistics.median(took)}
 
 
@@ -149,7 +136,7 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
             step = compiled(budget=None if fraction is None else budget, time_limit_s=setting.solve_s)
         except (PlanNotFoundError, InfeasibleBudgetError):
             step = compiled(plan=smallest.plan)
-        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, bits=2)
+        row = observed(setting, lambda step=step, case=case: step(**case.batch)[1], case, bits=2)
         row |= {
             "budget": label,
             "budget_bytes": budget,
@@ -172,31 +159,34 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
 
 def front(setting: Setting, name: str) -> dict[str, Any]:
     """Peak and time of every other way to spend less memory, and ours at the peaks that they reach."""
-    others: list[tuple[str, Callable[[Case], Callable[[], Any]]]] = [
-        ("eager", _eager),
-        ("activation checkpointing", functools.partial(_checkpointed, selective=False)),
-        ("selective checkpointing", functools.partial(_checkpointed, selective=True)),
-        *((f"activation_memory_budget={knob}", functools.partial(_knob, knob, "aot_eager")) for knob in setting.knobs),
+    others: list[tuple[str, Make]] = [
+        ("eager", steps.eager),
+        ("activation checkpointing", steps.checkpointed),
+        ("selective checkpointing", functools.partial(steps.checkpointed, selective=True)),
+        *((f"activation_memory_budget={f}", _knob("aot_eager", f)) for f in setting.knobs),
     ]
-    rows = _variants(setting, name, others)
-    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "eager", setting.solve_s)) for budget in setting.asked(rows)]
-    return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
+    return _beside(setting, name, others, "eager")
 
 
 def inductor(setting: Setting, name: str) -> dict[str, Any]:
     """The same with Inductor: stock, with torch's own budget, and ours at their peaks."""
-    others = [("Inductor", functools.partial(_knob, 1.0, "inductor"))]
-    others += [
-        (f"Inductor, activation_memory_budget={knob}", functools.partial(_knob, knob, "inductor")) for knob in setting.knobs[:3:2]
-    ]
+    others = [("Inductor", _knob("inductor", 1.0))]
+    others += [(f"Inductor, activation_memory_budget={f}", _knob("inductor", f)) for f in setting.knobs[:3:2]]
+    return _beside(setting, name, others, "inductor")
+
+
+def _knob(backend: str, fraction: float) -> Make:
+    return functools.partial(steps.stock, backend=backend, fraction=fraction)
+
+
+def _beside(setting: Setting, name: str, others: list[tuple[str, Make]], compiler: str) -> dict[str, Any]:
+    """Other ways, and ours at the peaks that they reach."""
     rows = _variants(setting, name, others)
-    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "inductor", setting.solve_s)) for budget in setting.asked(rows)]
+    mine = [(f"ours, {budget}", functools.partial(_ours, budget, compiler, setting.solve_s)) for budget in setting.asked(rows)]
     return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
 
 
-def _variants(
-    setting: Setting, name: str, variants: list[tuple[str, Callable[[Case], Callable[[], Any]]]]
-) -> list[dict[str, Any]]:
+def _variants(setting: Setting, name: str, variants: list[tuple[str, Make]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for label, make in variants:
         if not setting.time_for(label, 3 * setting.solve_s):
@@ -210,52 +200,11 @@ def _variants(
     return rows
 
 
-def _eager(case: Case) -> Callable[[], Any]:
-    def step() -> Any:
-        loss = case.model(*case.batch)
-        loss.backward()
-        return loss.detach()
-
-    return step
-
-
-def _checkpointed(case: Case, *, selective: bool) -> Callable[[], Any]:
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-    dear = ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product")
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        known = any(op.__name__.startswith(part) for part in dear)
-        return CheckpointPolicy.MUST_SAVE if known else CheckpointPolicy.PREFER_RECOMPUTE
-
-    options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for block in case.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
-    return _eager(case)
-
-
-def _knob(knob: float, backend: str, case: Case) -> Callable[[], Any]:
-    import torch._functorch.config as functorch_config
-
-    program = torch.compile(forward_program(case.model, None), backend=backend, dynamic=False)
-
-    def step() -> Any:
-        # The backward is compiled at its first run, under the same setting.
-        with functorch_config.patch(activation_memory_budget=knob, enable_autograd_cache=False):
-            loss = program(case.batch, {})[1]
-            loss.backward()
-            return loss.detach()
-
-    return step
-
-
 def _ours(budget: int, compiler: Any, time_limit_s: float, case: Case) -> Callable[[], Any]:
     step = checkmate.torch.compile(
         case.model, example=case.batch, budget=budget, compiler=compiler, time_limit_s=time_limit_s, chunking="off"
     )
-    return lambda: step(*case.batch)[1]
+    return lambda: step(**case.batch)[1]
 
 
 def fits(setting: Setting, name: str) -> dict[str, Any]:
@@ -270,7 +219,7 @@ def fits(setting: Setting, name: str) -> dict[str, Any]:
     )
     case = setting.case(name)
     step = checkmate.torch.compile(case.model, example=case.batch)
-    row = observed(setting, lambda: step(*case.batch)[1], case)
+    row = observed(setting, lambda: step(**case.batch)[1], case)
     return {
         "profile": device,
         "predicted_keep_all_bytes": report.keep_all_bytes,
@@ -311,7 +260,7 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
         except CheckmateError as error:
             setting.left_out.append(f"{share:.0%}: {error.message}")
             continue
-        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, emptied=False)
+        row = observed(setting, lambda step=step, case=case: step(**case.batch)[1], case, emptied=False)
         predicted = smallest_arena(step.graph, step.plan).reserved_bytes
         rows.append({"budget": f"{share:.0%}", "budget_bytes": budget, "predicted_reserved_bytes": predicted, **row})
         del case, step
@@ -356,7 +305,7 @@ def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[Gra
     step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off", **options)
     timeline = simulate(step.graph, step.plan)
     BUFFERS.peak_bytes = 0
-    return step.graph, observed(setting, lambda: step(*case.batch)[1], case, bits=1) | {
+    return step.graph, observed(setting, lambda: step(**case.batch)[1], case, bits=1) | {
         "planned_bytes": timeline.peak_bytes,
         "copies": sum(copy.direction == "out" for copy in timeline.copies),
         "planned_host_bytes": timeline.host_peak_bytes,
@@ -366,57 +315,11 @@ def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[Gra
     }
 
 
-def graphs(setting: Setting, name: str) -> dict[str, Any]:
-    """CUDA graphs: stock torch with them, and what a plan by Inductor takes in their place."""
-    rows = _variants(
-        setting,
-        name,
-        [
-            ("Inductor", functools.partial(_mode, "default")),
-            ("Inductor with CUDA graphs", functools.partial(_mode, "reduce-overhead")),
-        ],
-    )
-    refused = "nothing was refused"
-    case = setting.case(name)
-    try:
-        checkmate.torch.compile(
-            case.model,
-            example=case.batch,
-            budget="90%",
-            compiler="inductor",
-            mode="reduce-overhead",
-            time_limit_s=setting.solve_s,
-        )
-    except CheckmateError as error:
-        refused = error.message
-    return {"variants": rows, "under_a_budget": refused}
-
-
-def _mode(mode: str, case: Case) -> Callable[[], Any]:
-    program = torch.compile(forward_program(case.model, None), mode=mode, dynamic=False)
-
-    def step() -> Any:
-        loss = program(case.batch, {})[1]
-        loss.backward()
-        return loss.detach().clone()
-
-    return step
-
-
-def doctor(setting: Setting, name: str) -> dict[str, Any]:
-    """The report of ``checkmate doctor``."""
-    from checkmate.doctor import examine
-
-    return examine(setting.device, quick=setting.tiny or name == "quick").as_json()
-
-
 KINDS: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
-    "doctor": doctor,
     "peaks": peaks,
     "front": front,
     "fits": fits,
     "reserved": reserved,
     "offload": offload,
     "inductor": inductor,
-    "graphs": graphs,
 }

@@ -17,26 +17,21 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
 
 MODELS = ("gpt2", "llama_1b", "bert", "vit_l", "resnet50", "unet", "dit", "mixtral")
-KINDS = ("peaks", "fits", "front", "reserved", "offload", "expandable", "inductor")
-PARTS = ("doctor", *(f"{kind}:{model}" for kind in KINDS for model in MODELS), "graphs:gpt2")
+KINDS = ("peaks", "fits", "front", "reserved", "offload", "inductor")
+PARTS = tuple(f"{kind}:{model}" for kind in KINDS for model in MODELS)
 """All parts, in the order in which they are run: what decides most comes first."""
 
 FORMAT = "checkmate.gpu/1"
-LOCK = "CHECKMATE_GPU_PACK_LOCK"
-"""Variable with the path of a file that a process locks while it uses the GPU, where several run side by side."""
 
 CLOCK = 1.03
 """How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
@@ -55,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; benchmarks/gpu/results for a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="limit of a part")
-    parser.add_argument("--jobs", type=int, default=1, help="parts side by side: they plan at once, and measure in turn")
     parser.add_argument("--again", action="store_true", help="also run parts whose results are there")
     parser.add_argument("--list", action="store_true", help="list the parts and whether they are done")
     parser.add_argument("--here", action="store_true", help="run parts in this process, to debug")
@@ -73,10 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = read(folder, part)
             print(f"{part:<24}{'not run' if known is None else 'failed' if 'failed' in known else 'done'}")
         return 0
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        if options.jobs > 1:
-            os.environ.setdefault(LOCK, f"{scratch}/lock")
-        found = list(pool.map(lambda part: known_or_run(part, folder, options), chosen))
+    found = [known_or_run(part, folder, options) for part in chosen]
     broken = [f"{part}: {line}" for part, known in zip(chosen, found, strict=True) for line in verdict(known)]
     print("\n".join(broken) or f"all promises hold in {len(chosen)} parts")
     return bool(broken)
@@ -103,9 +94,8 @@ def same_setting(known: dict[str, Any], options: argparse.Namespace) -> bool:
     import measure
 
     settings = {"device": options.device, "tiny": options.tiny, "versions": measure.software()}
-    return all(known.get(name) == value for name, value in settings.items()) and known["hardware"].get("gpu", {}).get(
-        "name"
-    ) == measure.machine(options.device).get("gpu", {}).get("name")
+    gpus = [hardware.get("gpu", {}).get("name") for hardware in (known.get("hardware", {}), measure.machine(options.device))]
+    return all(known.get(name) == value for name, value in settings.items()) and gpus[0] == gpus[1]
 
 
 def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +108,8 @@ def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, 
         command += ["--minutes", str(options.minutes), "--out", str(folder), *(["--tiny"] if options.tiny else [])]
         path_of(folder, part).unlink(missing_ok=True)
         try:
-            code = subprocess.run(command, env=environment(part), timeout=60 * options.minutes + GRACE_S, check=False).returncode
+            settings, limit_s = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, 60 * options.minutes + GRACE_S
+            code = subprocess.run(command, env=settings, timeout=limit_s, check=False).returncode
             reason = f"it ended with status {code}"
         except subprocess.TimeoutExpired:
             reason = f"it took more than {options.minutes:g} minutes"
@@ -131,22 +122,12 @@ def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     return known
 
 
-def environment(part: str) -> dict[str, str]:
-    """Settings that have to be made before PyTorch starts."""
-    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if part.startswith("expandable"):
-        settings["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return settings
-
-
 def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """The result of a part, measured in this process."""
     import logging
 
     import measure
     import parts
-
-    from checkmate.torch.measure import profiler
 
     logging.disable(logging.WARNING)
     kind, _, model = part.partition(":")
@@ -162,8 +143,7 @@ def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"format": FORMAT, "part": part, "device": options.device, "tiny": options.tiny}
     result |= {"hardware": measure.machine(options.device), "versions": measure.software()}
     try:
-        with patch.object(profiler, "measure_nodes", measure.alone()(profiler.measure_nodes)):
-            result["result"] = parts.KINDS["peaks" if kind == "expandable" else kind](setting, model)
+        result["result"] = parts.KINDS[kind](setting, model)
     except Exception as error:  # noqa: BLE001 - what a GPU raises is what the part is there to show
         result["failed"] = f"{type(error).__name__}: {error}"[:2000]
         result["traceback"] = traceback.format_exc()[-4000:]
@@ -175,10 +155,8 @@ def verdict(known: dict[str, Any]) -> list[str]:
     if "failed" in known:
         return [f"failed: {known['failed']}"]
     kind, result = known["part"].partition(":")[0], known["result"]
-    if kind == "doctor":
-        return [f"{c['name']}: {c['detail']}" for c in result["checks"] if c["verdict"] == "failed"]
     broken: list[str] = []
-    if kind in ("peaks", "expandable"):
+    if kind == "peaks":
         for row in result["points"]:
             broken += not_as_planned(row["budget"], row)
             if row.get("reserved_bytes", 0) > 1.05 * row["planned_bytes"]:
@@ -230,9 +208,7 @@ def copied(points: list[dict[str, Any]], *, tiny: bool) -> list[str]:
 def beaten(variants: list[dict[str, Any]], left_out: Sequence[str] = ()) -> list[str]:
     """Other ways that take less memory than any plan, or less time than the fastest plan at their peak.
 
-    Args:
-        variants: What was measured.
-        left_out: What was not: a peak at which no plan was tried for want of time is not judged.
+    A peak at which no plan was tried for want of time, as ``left_out`` says, is not judged.
     """
     broken: list[str] = []
     for other in (v for v in variants if not v.get("ours")):

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from . import (  # noqa: F401 - each lists its scripts
-    adversarial,
-    alignment,
     control,
-    generative,
     huggingface,
     images,
     language,
     science,
-    selfsupervised,
-    sentences,
-    tables,
     vision,
 )
 from .loop import SCRIPTS

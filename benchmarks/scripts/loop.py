@@ -17,16 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A training script.
+    """A training script."""
 
-    Attributes:
-        source: Name of the public script, example or repository that it has the shape of.
-        features: What its loop does besides forward, backward and update.
-        main: The script.
-    """
-
-    source: str
-    features: str
+    source: str  # the public script, example or repository that it has the shape of
+    features: str  # what its loop does besides forward, backward and update
     main: Callable[[], None]
 
 
@@ -44,14 +38,7 @@ def script(source: str, features: str = "") -> Callable[[Callable[[], None]], Ca
 
 
 class Watch:
-    """Callbacks of a benchmark.
-
-    Attributes:
-        compile: Compiles a model; given whether in place.
-        begin_step: Called at the begin of each step of the loop, with its batch if that is known.
-        loss: Called with each loss.
-        models: The models that are trained.
-    """
+    """Callbacks of a benchmark, and the models that are trained."""
 
     def __init__(self) -> None:
         self.compile: Callable[[Any, bool], Any] = lambda model, in_place: model

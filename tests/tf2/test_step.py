@@ -177,7 +177,7 @@ def test_options_of_the_process_are_left_alone():
 
 def test_compiling_says_what_it_does(monkeypatch):
     """It takes up to minutes: tracing, measuring costs, planning and measuring plans are shown in turn."""
-    monkeypatch.setattr(progress, "PAUSE_S", 0.0)  # planning so small a network may take less
+    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)  # planning so small a network may take less
     texts: list[str] = []
     with progress.redirected(texts.append):
         compiled(net(name="shown"), budget="1GiB")

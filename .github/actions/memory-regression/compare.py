@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkmate import Graph, Plan, Result, format_bytes, read, simulate
-from checkmate.studies.explain import held_at
-from checkmate.studies.modules import module_of, remats_by_module
+from checkmate.studies.explain import held_at, module_of, remats_by_module
 
 MOST = 5
 CLI = "import sys; from checkmate.cli import main; sys.exit(main())"

@@ -15,9 +15,9 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import checkmate
+from benchmarks.fresh import paper
 from benchmarks.generate import gpt_of
 from benchmarks.networks import training_step
-from benchmarks.papers.record import run
 from checkmate import Auto, Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
 
@@ -74,4 +74,4 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(NAME, __doc__, measured)
+    paper(NAME, __doc__, measured)

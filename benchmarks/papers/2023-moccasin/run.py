@@ -13,9 +13,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import checkmate
+from benchmarks.fresh import paper
 from benchmarks.generate import layered
 from benchmarks.networks import training_step
-from benchmarks.papers.record import run
 from checkmate import Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
 
@@ -64,4 +64,4 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(NAME, __doc__, measured)
+    paper(NAME, __doc__, measured)

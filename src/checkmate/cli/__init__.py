@@ -1,7 +1,7 @@
 """The ``checkmate`` command: verbs are commands, their arguments are files.
 
-Data goes to stdout (``--json`` on every verb), messages to stderr. Exit codes: 0 success, 1 no plan within the budget or a
-plan that does not hold, 2 wrong usage or bad input, 3 internal error.
+Data goes to stdout (``--json`` on every verb), messages to stderr. Exit codes: 0 success, 1 no plan within the budget or an
+invalid plan, 2 wrong usage or bad input, 3 internal error.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNot
 
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 _EXAMPLES = {"--budget": "50%", "--device": "H100", "--batch": "8"}
-"""A value of each option that a verb needs."""
+"""An example of a value for each option that a verb requires."""
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json = False) -> int:
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _missing(error: MissingArgumentError, argv: Sequence[str]) -> tuple[str, str]:
-    """Message and hint of an argument that is missing."""
+    """Message and hint for a missing argument."""
     name = "an argument" if error.argument is None else error.argument.name
     example = f"{name} {_EXAMPLES[name]}" if name in _EXAMPLES else ""
     near = misspelt(name, argv)

@@ -63,7 +63,7 @@ def doctor(
 
 
 def _tell(check: Check) -> None:
-    """Print a check: a line with its verdict, and what to do where something is to be done."""
+    """Print a check: a line with its verdict, and the action to take, if any."""
     indent = 25
     head = f"{_MARKS[check.verdict]:<9}{check.name:<{indent - 10}} "
     text = [check.detail] + ([f"do: {check.cure}"] if check.cure else [])
@@ -105,7 +105,7 @@ def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: 
 
 
 def _log(path: Path) -> str | None:
-    """The end of a text file; None if the file is a pickle, whose first byte no text has."""
+    """The end of a text file; None for a pickle, which starts with a byte that no text has."""
     most_bytes = 64 << 20
     try:
         with path.open("rb") as file:

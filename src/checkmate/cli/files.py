@@ -45,20 +45,20 @@ def load_planned(path: Path) -> tuple[Plan, Result | None]:
 
 
 class Outputs:
-    """Files that a verb writes. They are checked before the work, and what cannot be written after it is saved elsewhere.
+    """Files that a verb writes. They are checked before the work. Content that cannot be written afterwards is saved elsewhere.
 
-    No output replaces a file that the verb reads; None stands for one that is not given.
+    No output replaces a file that the verb reads; None stands for a file that is not given.
     """
 
     def __init__(self, *inputs: Path | None) -> None:
         self._inputs = [path for path in inputs if path is not None]
 
     def check(self, *paths: Path | None) -> None:
-        """Check that files can be written; None stands for one that is not wanted."""
+        """Check that files can be written; None stands for a file that is not wanted."""
         wanted = [path for path in paths if path is not None]
-        size_bytes = 2**16  # that an output takes at least, in addition to those of the inputs
+        size_bytes = 2**16  # least size of an output, in addition to the sizes of the inputs
         for path in self._inputs:
-            with contextlib.suppress(OSError):  # reading it gives the error
+            with contextlib.suppress(OSError):  # the later read raises the error
                 size_bytes += path.stat().st_size
         for k, path in enumerate(wanted):
             self._check_is_no_input(path)
@@ -71,9 +71,9 @@ class Outputs:
                 raise OptionError(message, hint="choose another path with --out") from error
 
     def save(self, *contents: tuple[Graph | Plan | Result | Curve | bytes, Path | None]) -> None:
-        """Write values or bytes to files that are wanted; a regular file is there whole or not at all.
+        """Write values or bytes to files that are wanted; a regular file is written whole or not at all.
 
-        The error for a file that cannot be written says where its content was saved instead.
+        The error for a file that cannot be written has the place at which its content was saved instead.
         """
         failures: list[str] = []
         for content, path in contents:
@@ -102,7 +102,7 @@ class Outputs:
 
 
 def _are_same(a: Path, b: Path) -> bool:
-    """Whether two paths lead to one regular file, or would."""
+    """Whether two paths lead, or would lead, to one regular file."""
     try:
         return a.samefile(b) and a.is_file()
     except OSError:
@@ -110,7 +110,7 @@ def _are_same(a: Path, b: Path) -> bool:
 
 
 def _saved_elsewhere(data: bytes, name: str) -> str:
-    """Save bytes in a new folder, in the first place that takes them, and tell where."""
+    """Save bytes in a new folder, in the first of some places that takes them, and describe the place."""
     for place in (".", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), "/var/tmp", "/dev/shm"):  # noqa: PTH111
         try:
             folder = Path(tempfile.mkdtemp(prefix="checkmate-", dir=place))

@@ -105,14 +105,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class Amounts:
-    """A graph of a file, and amounts of it as they are printed."""
+    """The graph of a file, and its amounts as they are printed."""
 
     path: Path
     graph: Graph
 
     @classmethod
     def of(cls, path: Path) -> Amounts:
-        """Those of a graph file."""
+        """The amounts of a graph file."""
         return cls(path, files.load(path, Graph))
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Amounts:
         return {"graph": str(self.path), "graph_digest": self.graph.digest, **sizes, "cost_unit": self.graph.cost_unit}
 
     def budget(self, budget_bytes: int, asked: Budget | None = None) -> str:
-        """A budget relative to the peak of keeping everything; a share that was asked for as itself."""
+        """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
         return described(budget_bytes, self.keep_all_bytes, asked)
 
     def cost(self, cost: float) -> str:
@@ -139,7 +139,7 @@ class Amounts:
 
 
 def described(budget_bytes: int, keep_all_bytes: int, asked: Budget | None = None) -> str:
-    """A budget relative to the peak of keeping everything; a share that was asked for as itself."""
+    """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
     if asked is not None and asked.is_share:
         return asked.describe(budget_bytes, keep_all_bytes)
     budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
@@ -159,7 +159,7 @@ def format_share(share: float | None, digits: int = 1) -> str:
 
 
 def one_word(budget: str) -> str:
-    """A budget without its spaces, as a shell takes it and `Budget.parse` reads it.
+    """A budget without its spaces: a single word for a shell, which `Budget.parse` reads.
 
     Examples:
         >>> one_word("8 GiB"), one_word(" 50 % ")

@@ -187,7 +187,7 @@ def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rule
 
 
 def _verdict(violations: list[Violation], graph: Path, budget: str | None) -> dict[str, Any]:
-    """The parts of the output on whether a plan holds."""
+    """The parts of the output about the validity of a plan."""
     if not violations:
         return {"lines": ["", "holds" if budget is None else "holds, within the budget at every step"]}
     most = 20

@@ -46,7 +46,7 @@ def run(
         written = misspelt("--budget", arguments)
         hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
         raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
-    parsed(budget)  # now: importing torch takes seconds
+    parsed(budget)  # before importing torch, which takes seconds
     _check_script(script, arguments)
     needs("torch", "torch")
     from checkmate.torch.integrations.script import training_within
@@ -59,7 +59,7 @@ def run(
         planned = {"planned": [asdict(planned) for planned in report.planned], "advice": report.advice()}
         terminal.emit({"exit_code": code, "budget": str(report.budget), **terminal.picked(report, *names), **planned})
         return code
-    if code in (0, 130) or report.optimizers:  # otherwise it ended before it had anything to train
+    if code in (0, 130) or report.optimizers:  # otherwise the script ended before any training
         terminal.warn("", "checkmate: interrupted; so far:" if code == 130 else "checkmate:", *report.lines())
     return code
 
@@ -75,13 +75,13 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def misspelt(option: str, words: Sequence[str]) -> str:
-    """The first word that may be meant to be an option; empty if there is none."""
+    """The first word that may be a misspelt option; empty if there is none."""
     names = (word.partition("=")[0] for word in words)
     return next((name for name in names if name != option and difflib.get_close_matches(name, [option])), "")
 
 
 def arranged(tokens: Sequence[str]) -> list[str]:
-    """Arguments of the verb with the options before the script, and a `--` between them and what is the script's.
+    """Arguments of the verb with the options before the script, and a `--` between the options and the script.
 
     Examples:
         >>> arranged(["train.py", "--lr", "0.1", "--budget", "20GiB"])
@@ -109,7 +109,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     as_module = script == "-m"
     name, arguments = (arguments[0], arguments[1:]) if as_module else (script, arguments)
     before, sys.argv = sys.argv, [name, *arguments]
-    # The folder stays on the path of imports, for what runs at exit.
+    # The folder stays on the path of imports, for code that runs at exit.
     sys.path.insert(0, str(Path.cwd()) if as_module else str(Path(name).resolve().parent))
     try:
         if as_module:

@@ -136,7 +136,7 @@ def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
             try:
                 yield executor
-            finally:  # an interrupted curve does not wait for what is still solved
+            finally:  # an interrupted curve does not wait for unfinished solves
                 executor.shutdown(wait=False, cancel_futures=True)
                 for process in set(multiprocessing.active_children()) - others:
                     process.terminate()

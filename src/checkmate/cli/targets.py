@@ -63,7 +63,7 @@ def resolve(target: str, batch: int | None) -> Callable[[], object]:
 
 
 def source(target: str) -> Path | None:
-    """The file of the function that a command line names, once it is loaded; None for one that has no file."""
+    """The file of the function that a command line names, after loading it; None if the function has no file."""
     where = target.rpartition(":")[0]
     if where.endswith(".py"):
         return Path(where)
@@ -72,9 +72,9 @@ def source(target: str) -> Path | None:
 
 
 def returned(what: str, function: Callable[[], Any]) -> Any:
-    """Call the code of a target, as a program without arguments whose prints go to stderr: stdout is for the verb's data.
+    """Call the code of a target like a program without arguments; its prints go to stderr, as stdout is for the verb's data.
 
-    The error of code that raises has the file and line of the user's code.
+    If the code raises, the error has the file and line of the user's code.
     """
     file = what.rpartition(":")[0] or what
     argv, sys.argv = sys.argv, [file]
@@ -97,7 +97,7 @@ def returned(what: str, function: Callable[[], Any]) -> Any:
 
 
 class _Copied(io.TextIOBase):
-    """A stream whose text is written to another one too."""
+    """A stream whose text is also written to another stream."""
 
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
         self._stream, self._copy = stream, copy
@@ -111,7 +111,7 @@ class _Copied(io.TextIOBase):
 
 
 def _place(error: Exception, file: str) -> str:
-    """The line of the user's code that failed: the innermost one in the user's file, or the one that cannot be parsed."""
+    """The line of the user's code that failed: the innermost line in the user's file, or the line that cannot be parsed."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" at {error.filename}:{error.lineno}"
     frames = [
@@ -122,7 +122,7 @@ def _place(error: Exception, file: str) -> str:
 
 
 def _cure(error: Exception, file: str) -> str:
-    """An imperative for an error of the user's code."""
+    """The action to take for an error of the user's code, as an imperative."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{file}.".startswith(f"{error.name}."):
         return SHAPE if not Path(f"{file}.py").is_file() else f"give the file with its ending: {file}.py:FUNCTION"
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -137,7 +137,7 @@ def _cure(error: Exception, file: str) -> str:
 
 
 def is_jax_step(found: object) -> bool:
-    """Whether a function returned (step, arguments), a function and the tuple of its arguments, as steps of JAX are given."""
+    """Whether a function returned a step of JAX: (step, arguments), a function and the tuple of its arguments."""
     return isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple)
 
 
@@ -168,15 +168,15 @@ def without_memory(target: str, function: Callable[[], object]) -> Built:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return checked(target, returned(target, function))
-    except (CheckmateError, RuntimeError):  # the function needs values, such as those of data that it reads
+    except (CheckmateError, RuntimeError):  # the function needs values, like those of data that it reads
         return checked(target, returned(target, function))
 
 
 def causal_model(config: str, batch: int, length: int | None) -> Built:
     """A language model of Hugging Face on the meta device, with a batch of tokens; it returns its loss.
 
-    The configuration is a file, the folder of one, or a name on the hub; the sequences are by default as long as the model has
-    positions for.
+    The configuration is a file, its folder, or a name on the hub. The default length of the sequences is the model's number of
+    positions.
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("--config needs transformers, which is not installed", hint="pip install transformers")

@@ -1,6 +1,6 @@
-"""Output of verbs: data to stdout, messages to stderr. All text goes through here, where it becomes safe for a terminal.
+"""Output of verbs: data to stdout, messages to stderr. This module makes all text safe for a terminal.
 
-Signals that ask a verb to stop do what Ctrl-C does, so that the best plan so far is kept.
+Signals that ask a verb to stop act like Ctrl-C: the best plan so far is kept.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Json = Annotated[bool, Parameter(name="--json", negative="")]
 class _Stream(io.TextIOBase):
     """Standard output or standard error: its reader may leave, its disk may be full, its encoding may lack letters.
 
-    What is not read is dropped, so that the verb still ends with its own exit code.
+    Text that no reader takes is dropped, and the verb still ends with its own exit code.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._stream: TextIO | None = getattr(sys, name)  # None if the program was started with it closed
+        self._stream: TextIO | None = getattr(sys, name)  # None if the stream was closed at the start
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -70,13 +70,13 @@ class _Stream(io.TextIOBase):
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Drop what a pipe to `head` or a terminal that was closed does not read; a full disk under stdout is an error."""
+        """Drop text that a pipe to `head` or a closed terminal does not read; a full disk under stdout is an error."""
         try:
             yield
         except OSError as error:
             assert self._stream is not None
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # noqa: PTH123
-                # The buffer still has what failed, and Python writes it again at exit.
+                # The buffer still has the failed text, and Python writes it again at exit.
                 os.dup2(nothing.fileno(), self._stream.fileno())
             if self.name == "stdout" and error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
                 raise OptionError(
@@ -99,7 +99,7 @@ class VerbOutput:
     code: int = 0
 
     def show(self, as_json: bool) -> int:
-        """Print it, and return the exit code."""
+        """Print the output, and return the exit code."""
         if as_json:
             emit(self.data)
             return self.code
@@ -233,19 +233,19 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
         yield
     finally:
         for number, previous in before.items():
-            if previous is not None:  # None: it was not set by Python
+            if previous is not None:  # None: the handler was not set by Python
                 signal.signal(number, previous)
 
 
 @contextmanager
 def stopping_as_interrupts() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` where SIGTERM or SIGHUP would end the program during the block; ignored signals stay ignored."""
+    """During the block SIGTERM and SIGHUP raise `KeyboardInterrupt` instead of ending the program, unless they are ignored."""
     last = -1.0
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         nonlocal last
         now = time.monotonic()
-        repeated, last = now - last < 1, now  # within a second it is the same request: a terminal that closes sends several
+        repeated, last = now - last < 1, now  # one request within a second: a closing terminal sends several signals
         if not repeated:
             raise KeyboardInterrupt
 
@@ -255,16 +255,16 @@ def stopping_as_interrupts() -> Iterator[None]:
 
 @contextmanager
 def signals_as_in_python() -> Iterator[None]:
-    """Let the signals end the program during a block that runs another program's code, as they do without this package."""
+    """Let the signals end the program, as they do without this package, during a block that runs another program's code."""
     with _handled([number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN], signal.SIG_DFL):
         yield
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignore the signals during a block that writes the results: the verb ends after it anyway.
+    """Ignore the signals during a block that writes the results, after which the verb ends anyway.
 
-    Handlers are replaced, because a mask would hold for this thread only, and engines have threads that take signals.
+    Handlers are replaced, because a mask would apply to this thread only, and threads of engines take signals.
     """
     with _handled((signal.SIGINT, *_STOPPING), lambda _number, _frame: None):
         yield

@@ -1,7 +1,7 @@
 """Checks of an installation on the user's own machine: versions, compilers, caches, solvers, and small training steps.
 
-Every check is a function that returns a `Check`: what was found, a verdict, and what to do about it. `examine` runs them all.
-Nothing here prints; ``checkmate doctor`` shows the checks and writes them as JSON.
+Every check is a function that returns a `Check`: a finding, a verdict and a cure. `examine` runs them all.
+Nothing here prints; ``checkmate doctor`` prints the checks or writes them as JSON.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ _REPORT = "report this with the output of `checkmate doctor --json`"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one check: what was looked at, what was found, and what to do about it.
+    """The outcome of one check: its subject, the finding, and the cure.
 
-    A note is worth knowing and no fault; a skipped check could not be made, for the reason in its detail.
+    A note is information and no fault. A skipped check could not be made; its detail has the reason.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Check:
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The outcome of a check; one that raises has failed."""
+    """The outcome of a check; a check that raises has failed."""
     try:
         return check()
     except CheckmateError as error:

@@ -20,7 +20,7 @@ BATCH = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Both finished trainings, of which one step was measured."""
+    """Both finished trainings, each with one measured step."""
 
     planned: Training
     keep_all: Training
@@ -61,7 +61,7 @@ def batches(data: Batch, epochs: int, size: int = BATCH) -> Iterator[Batch]:
 def train(
     budget: str, *, time_limit_s: float, say: Callable[[str], None], model: nn.Module | None = None, epochs: int = 3
 ) -> Trained:
-    """Train two copies of the network on the same batches, interleaved: one within the budget, one keeping everything."""
+    """Train two copies of the network on the same batches, interleaved: one within the budget, the other keeping everything."""
     with _reproducible():
         seen, unseen = data()
         model = network() if model is None else model

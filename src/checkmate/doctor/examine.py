@@ -1,4 +1,4 @@
-"""All checks, in the order in which a fault of one explains those of the next."""
+"""All checks, in an order in which a fault of one explains faults of the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Report:
     machine: Mapping[str, Any]  # hardware and operating system, by name
     versions: Mapping[str, str]  # of Python, Checkmate and the packages that matter
     checks: tuple[Check, ...]  # in the order in which they were made
-    warnings: tuple[str, ...]  # that Checkmate logged meanwhile
+    warnings: tuple[str, ...]  # that Checkmate logged during the checks
     elapsed_s: float
 
     @property
@@ -52,8 +52,8 @@ def examine(
 ) -> Report:
     """Check an installation: versions, compilers, caches, solvers, settings, and small training steps.
 
-    The device is ``"cpu"`` or ``"cuda"``, by default CUDA where PyTorch finds a GPU. Each check is passed to ``on_check`` as soon
-    as it is made, and a few words on the next ones to ``on_start``.
+    The device is ``"cpu"`` or ``"cuda"``, by default CUDA if PyTorch finds a GPU. Each check is passed to ``on_check`` as soon
+    as it is made, and a few words on the next checks to ``on_start``.
     """
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f"device={device!r} is neither 'cpu' nor 'cuda'", hint="use device='cuda' for the first GPU")
@@ -106,7 +106,7 @@ def _device(asked: str | None) -> str:
 def _examine_device(
     add: Callable[..., bool], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
 ) -> dict[str, Any]:
-    """Check the device, its settings and small training steps, and return what the machine is."""
+    """Check the device, its settings and small training steps, and return a description of the machine."""
     from checkmate.doctor import settings, steps
 
     add(guarded("Inductor cache", settings.check_inductor_cache))
@@ -130,7 +130,7 @@ def _examine_device(
 
 @contextmanager
 def _warnings_collected() -> Iterator[list[str]]:
-    """Keep the warnings of this package for the report, where they would be printed among its lines."""
+    """Collect the warnings of this package for the report, instead of printing them among its lines."""
     found: list[str] = []
 
     class Collect(logging.Handler):

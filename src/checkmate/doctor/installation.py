@@ -34,7 +34,7 @@ from checkmate.solvers.solve import solve
 
 DISTRIBUTION: Final = "checkmate-remat"
 TESTED_TORCH: Final = (2, 13)
-"""The newest minor version with which the private names that Checkmate uses were tested."""
+"""The newest minor version in which the private names that Checkmate uses were tested."""
 
 
 class Requirement(NamedTuple):
@@ -46,7 +46,7 @@ class Requirement(NamedTuple):
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python, Checkmate and the packages that matter, of those that are installed."""
+    """Versions of Python, Checkmate and the installed packages that matter."""
     from checkmate import __version__
 
     found = {"python": platform.python_version(), "checkmate": __version__}
@@ -69,7 +69,7 @@ def requirements() -> list[Requirement]:
 
 
 def check_python() -> Check:
-    """Python itself, which pip has found new enough."""
+    """Python itself; pip has checked its version."""
     return Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
@@ -82,7 +82,7 @@ def other_owners() -> list[str]:
 
 
 def check_name(others: Sequence[str]) -> Check:
-    """Whether the import name and the command are those of this package alone."""
+    """Whether no other package has this import name or command."""
     if not others:
         return Check("name", "ok", "no other package installs 'checkmate'")
     shown = " and ".join(others)
@@ -107,7 +107,7 @@ def check_torch(installed: str | None, floor: str = "2.11") -> Check:
 
 
 def check_packages(installed: Mapping[str, str], required: Sequence[Requirement]) -> list[Check]:
-    """The other packages: one check for all that are new enough, and one for each that is not."""
+    """The other packages: one check for all that are new enough, and one for each outdated package."""
     if not required:
         detail = f"{DISTRIBUTION} is not installed, so that the versions it requires are not known"
         return [Check("packages", "note", detail, "run `pip install -e .` in its folder")]
@@ -152,7 +152,7 @@ _MISSING: Final = {
     "Python.h": ("the headers of Python are missing", "install them: `apt-get install python3-dev`, or your system's package"),
     "omp.h": ("OpenMP is missing", "install it: `apt-get install libomp-dev` for clang, or `brew install libomp`"),
 }
-"""The meaning of a header that a compiler does not find, and what to do."""
+"""The meaning of a header that a compiler does not find, and the cure."""
 
 
 def check_cxx() -> Check:
@@ -211,7 +211,7 @@ def check_cache_folder() -> Check:
 
 
 def check_folder(name: str, folder: Path, other: str) -> Check:
-    """A folder that is to be written; ``other`` says how another one is chosen."""
+    """A folder that has to be writable; ``other`` says how to choose another one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-") as file:
@@ -227,7 +227,7 @@ def check_folder(name: str, folder: Path, other: str) -> Check:
 
 
 def user_stores() -> dict[str, Database]:
-    """The stores of this user, by what they keep."""
+    """The stores of this user, by their contents."""
     return {
         "cost store": CostStore().database,
         "store of solved plans": SolvedPlans().database,
@@ -236,7 +236,7 @@ def user_stores() -> dict[str, Database]:
 
 
 def check_stores(stores: Mapping[str, Database]) -> list[Check]:
-    """Stores by what they keep: one check for all that are intact, and one for each that is not."""
+    """Stores by their contents: one check for all intact ones, and one for each damaged one."""
     faults = {name: database.fault() for name, database in stores.items()}
     intact = [name for name, fault in faults.items() if fault is None]
     checks = [Check("stores", "ok", f"intact: {', '.join(intact)}")] if intact else []
@@ -253,7 +253,7 @@ def check_highs() -> Check:
 
 
 def check_search() -> Check:
-    """The compiled local search, and the files in which numba keeps what it compiled."""
+    """The compiled local search, and the files in which numba keeps compiled code."""
     from checkmate.solvers.backends.kernels import fault
 
     found = check_engine("local search", LocalSearch(), "run `pip install --force-reinstall numba`", optimum=None)
@@ -265,7 +265,7 @@ def check_search() -> Check:
 
 
 def check_engine(name: str, solver: Solver, cure: str, *, optimum: int | None) -> Check:
-    """A solver on a small problem, of which it has to find the optimum; None for a heuristic, whose plan only has to hold."""
+    """A solver on a small problem with its optimum; None for a heuristic, whose plan only has to be valid."""
     # Forward and backward of four ops that do not fit: one op has to be computed twice.
     edges = [(i, i + 1) for i in range(7)] + [(0, 7), (1, 6), (2, 5)]
     problem = Problem(Graph.from_dag(cost=[1] * 8, size_bytes=[1] * 8, edges=edges), 4)

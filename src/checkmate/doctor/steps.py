@@ -1,4 +1,4 @@
-"""Small training steps through every path, each with a plan and keeping everything: peak, bits, reserved memory and time."""
+"""Small training steps on every path, with a plan and keeping everything: peak, bits, reserved memory and time."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class StepPath:
 
     name: str
     build: Callable[[int], Example]  # makes the model at a scale
-    budget: str = "50%"  # a share of the step; for pieces, of the floor of whole ops, which they cannot keep
+    budget: str = "50%"  # a share of the step; for pieces, of the floor of whole ops: whole ops cannot keep it
     compiler: Compiler = "eager"
     whole: bool = False  # whether the optimizer's updates are in the step; otherwise gradients are compared
     plain: bool = False
     pieces: bool = False
-    planning_s: float = 2.0  # the models are small, and no plan has to be the best one
+    planning_s: float = 2.0  # the models are small, and plans need not be optimal
     timed_steps: int = 5  # the fastest counts
 
 
@@ -64,8 +64,8 @@ class Measurements:
     """Measurements of one training."""
 
     total_bytes: int  # peak while the step ran, everything included
-    reserved_bytes: int | None  # what the CUDA allocator held then; None on a CPU
-    planned_bytes: int | None  # None where the compiler decides what is stored
+    reserved_bytes: int | None  # reserved by the CUDA allocator then; None on a CPU
+    planned_bytes: int | None  # None if the compiler decides on stored values
     time_s: float  # of the fastest step
     planning_s: float  # seconds until the step was compiled and planned
     state: tuple[Tensor, ...]
@@ -74,7 +74,7 @@ class Measurements:
 
 
 def check_path(path: StepPath, device: str) -> Check:
-    """A path: its peak within the budget and as planned, its bits those of keeping everything with the same compiler."""
+    """A path: its peak keeps the budget and the plan; its bits are as with everything kept, by the same compiler."""
     try:
         with deterministic():
             return _check(path, device)
@@ -119,9 +119,9 @@ def _check(path: StepPath, device: str) -> Check:
 
 @contextlib.contextmanager
 def deterministic(*, warn_only: bool = False) -> Generator[None]:
-    """Kernels that give the same bits in every run; on a GPU several add in any order otherwise.
+    """Context with kernels that give the same bits in every run; on a GPU, several kernels otherwise add in any order.
 
-    Ops without such a kernel are refused, or may run: attention then runs with one that adds in any order.
+    Ops without these kernels raise an error, or run with ``warn_only``: attention may then add in any order.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products are refused
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -129,7 +129,7 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         with torch.backends.cudnn.flags(**unchanged, deterministic=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one for each op without such a kernel
+            warnings.simplefilter("ignore")  # one for each op without these kernels
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -156,7 +156,7 @@ def run(path: StepPath, device: str, budget: str | int | None) -> Measurements:
         training.advance(*example.batch)
     graph, result = training.graph, training.result
     counted = counted_memory("allocated", torch.device("cuda", 0) if device == "cuda" else None)
-    planned = result.peak_bytes if counted is None else counted(graph, result.plan)  # a GPU's own count is of blocks
+    planned = result.peak_bytes if counted is None else counted(graph, result.plan)  # a GPU counts whole blocks
     return Measurements(
         total_bytes=total,
         reserved_bytes=reserved,
@@ -178,7 +178,7 @@ def _built(path: StepPath, device: str) -> Example:
 
 
 def _share_of_floor(path: StepPath, device: str) -> int:
-    """A share of the floor of the peak of every plan of whole ops, as the refusal of a budget names it."""
+    """A share of the floor for plans of whole ops, which the error for a smaller budget reports."""
     example = _built(path, device)
     try:
         checkmate.torch.compile(
@@ -212,7 +212,7 @@ def _figures(path: StepPath, planned: Measurements, keep: Measurements) -> dict[
 
 
 def _faults(figures: dict[str, Any], device: str) -> list[tuple[str, str]]:
-    """Promises that a path breaks, each with what to do."""
+    """Promises that a path breaks, each with its cure."""
     measured, budget, planned = (figures[name] for name in ("measured_bytes", "budget_bytes", "planned_bytes"))
     report = "report this with the output of `checkmate doctor --json`: a promise is broken"
     expandable = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower the budget by the difference"

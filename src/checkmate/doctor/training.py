@@ -53,7 +53,7 @@ def residual_network(channels: int, width: int, blocks: int) -> nn.Module:
 
 
 class _Attention(nn.Module):
-    """Causal attention by one kernel, or attention whose matrix of weights is a tensor, by far the largest."""
+    """Causal attention by one kernel, or attention that stores its matrix of weights, by far the largest tensor."""
 
     def __init__(self, width: int, *, fused: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def convolutions(scale: int) -> Example:
 
 
 def transformer(scale: int) -> Example:
-    """A decoder with attention, dropout and a tied head; the scale is that of width, length and vocabulary."""
+    """A decoder with attention, dropout and a tied head; the scale multiplies width, length and vocabulary."""
     vocabulary, length = 256 * scale, 64 * scale
     tokens = torch.randint(vocabulary, (4, length))
 
@@ -110,7 +110,7 @@ def transformer(scale: int) -> Example:
 
 
 def attention_matrix(scale: int) -> Example:
-    """Attention that stores its matrix of weights, the largest tensor; the scale is that of width and length."""
+    """Attention that stores its matrix of weights, the largest tensor; the scale multiplies width and length."""
     x = torch.randn(8, 128 * scale, 32 * scale)
     return Example(_Attention(32 * scale, fused=False), F.mse_loss, (x, torch.randn_like(x)))
 
@@ -118,7 +118,7 @@ def attention_matrix(scale: int) -> Example:
 class Training:
     """A model that is trained, with a separate random state, and measurements of its steps.
 
-    The step is that of `checkmate.torch.compile`, or of a plain loop around ``torch.compile(model, backend="checkmate")``.
+    The step is a step of `checkmate.torch.compile`, or of a plain loop around ``torch.compile(model, backend="checkmate")``.
     Without an optimizer the gradients of the last step stay.
     """
 
@@ -152,7 +152,7 @@ class Training:
             loss.backward()
         else:
             outputs = self._step(x, y)
-            # A loop holds them until the next step is over, which is planned for.
+            # A loop holds them until the next step ends; the plan allows for that.
             self._outputs = outputs if self._step.whole else None
             loss = outputs[1]
         self.losses.append(float(loss.detach()))
@@ -160,7 +160,7 @@ class Training:
         self._random_states = self._random()
 
     def measure(self, x: Tensor, y: Tensor) -> tuple[int, int | None]:
-        """Train one step; peak of everything that was allocated, and on a GPU what the allocator reserved for it."""
+        """Train one step; return the peak of allocated memory, and on a GPU the reserved memory."""
         if self._optimizer is None:
             self.model.zero_grad(set_to_none=True)
         free_memory()
@@ -168,7 +168,7 @@ class Training:
             peak = self.graph.resident_bytes + checkmate.torch.measure_peak(lambda: self.advance(x, y))
             self.seconds.pop()
             return peak, None
-        self.advance(x, y)  # reserve again what was given back
+        self.advance(x, y)  # reserve again the memory that was given back
         self._synchronize()
         torch.cuda.reset_peak_memory_stats()
         self.advance(x, y)
@@ -206,13 +206,13 @@ class Training:
 
 
 def equal_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two states are the same to the bit: zeros of either sign differ, and a NaN equals itself."""
+    """Whether two states are the same to the bit: 0.0 and -0.0 differ, and a NaN equals itself."""
     bits = ([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in state] for state in (ours, theirs))
     return all(map(torch.equal, *bits))
 
 
 def equal_up_to_rounding(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two states differ by no more than the order of the terms of sums in float32 may make; whole numbers not at all."""
+    """Whether two states differ at most as another order of float32 sums allows; integers must be equal."""
     for a, b in zip(ours, theirs, strict=True):
         if not a.is_floating_point() and not torch.equal(a, b):
             return False
@@ -222,7 +222,7 @@ def equal_up_to_rounding(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bo
 
 
 def free_memory() -> None:
-    """Collect garbage, and give back what the allocator of a GPU keeps for reuse."""
+    """Collect garbage, and empty the cache of a GPU's allocator."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Plan, run, measure and plan again, where what a framework makes of a plan is known only by measuring it.
+"""Plan, run, measure and plan again, for frameworks that give a plan another peak than planned.
 
-A compiler fuses ops, and an allocator rounds and splits, so that the measured peak of a step differs from the planned one. The
-loop is the same for every framework: a policy looks at the trials so far and says within how many live bytes to plan next.
+A compiler fuses ops, and an allocator rounds and splits. The measured peak of a step therefore differs from the planned one. The
+loop is the same for every framework: a policy reads the trials so far and returns the live bytes to plan within next.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Trial(Generic[T]):
 
     target_bytes: int  # live bytes within which it was planned
     planned_bytes: int | None  # its planned peak
-    needed_bytes: int | None  # its peak as measured, or as predicted where it was not worth running
+    needed_bytes: int | None  # its peak as measured, or as predicted if a run was not worth its time
     cost: float
-    overhead: float = 1.0  # its cost over that of keeping everything
+    overhead: float = 1.0  # its cost over the cost of keeping everything
     measured: bool = True
     outcome: T  # the front end's own record of the trial
 
@@ -49,7 +49,7 @@ class Trial(Generic[T]):
         return cls(target_bytes=target_bytes, planned_bytes=None, needed_bytes=None, cost=math.inf, outcome=outcome)
 
     def within(self, limit_bytes: int) -> bool:
-        """Whether it was found to need no more than a limit."""
+        """Whether the measured or predicted peak is at most a limit."""
         return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
 
 
@@ -82,12 +82,12 @@ class Calibration(Generic[T]):
         self.trials.append(trial)
 
     def best(self, limit_bytes: int | None = None) -> Trial[T] | None:
-        """The cheapest trial within the limit, or within another one that is given; the first of equals."""
+        """The cheapest trial within ``limit_bytes``, by default the limit of the calibration; the first of equals."""
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return min((t for t in self.trials if t.within(limit)), key=lambda t: t.cost, default=None)
 
     def refusal(self, cause: CheckmateError | None = None) -> CheckmateError:
-        """The error to raise if no trial keeps the limit, with the smallest peak that was measured; without a plan, its cause."""
+        """The error to raise if no trial keeps the limit. It names the smallest measured peak, or without a plan the cause."""
         needs = [t.needed_bytes for t in self.trials if t.needed_bytes is not None]
         if not needs and cause is not None:
             return cause
@@ -110,9 +110,9 @@ def calibrate(
     measure: Callable[[int, Result], Trial[T | None] | None],
     hopeless: Callable[[], bool] = lambda: False,
 ) -> CheckmateError | None:
-    """Plan, measure and record until another trial is not worth its time, or there is none, or no hope after one over the limit.
+    """Plan, measure and record until no further trial is worth its time, no trial comes back, or none can keep the limit.
 
-    Measured is the plan of a target, in live bytes. Returned is why the last target without a plan had none, if there was one.
+    ``measure`` takes a target in live bytes and its plan. Returns the error of the last target without a plan, if there was one.
     """
     failure: CheckmateError | None = None
     while (target := calibration.next_target()) is not None:
@@ -130,23 +130,23 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """A policy where the measured peak exceeds the planned one by a nearly constant amount, such as an allocator's free chunks.
+    """A policy for peaks that exceed the planned one by a nearly constant amount, as an allocator's free chunks add it.
 
-    It leaves free a share of the limit above the resident bytes: chunks fall otherwise from step to step, by up to 6 % in 40
-    steps of VGG19. Eight bisections leave less than half a per cent of the budget undivided.
+    It leaves free a share of the limit above the resident bytes. Chunks change from step to step, by up to 6 % in 40 steps of
+    VGG19. Eight bisections leave less than half a per cent of the budget undivided.
     """
 
     resident_bytes: int = 0  # of the limit, which no plan can change
     most_trials: int = 8
     headroom: float = 0.06
-    uses_room: bool = True  # whether room that a plan leaves is used for a cheaper one
+    uses_room: bool = True  # whether another trial may use the room that a plan leaves
 
     def aim_bytes(self, limit_bytes: int) -> int:
-        """The need to aim at."""
+        """The peak to aim at."""
         return limit_bytes - max(0, int(self.headroom * (limit_bytes - self.resident_bytes)))
 
     def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
-        """Correct the target of the last trial by the difference between its need and the aim; halve where no plan was found."""
+        """Correct the target of the last trial by the difference between its need and the aim; bisect if no plan was found."""
         if not trials:
             return limit_bytes
         if len(trials) >= self.most_trials:
@@ -161,23 +161,23 @@ class Offset:
             return last.target_bytes + room if worth and self.uses_room and last.measured else None
         if cheapest < math.inf or last.within(aim):
             return None
-        # For `above` there is a plan, and what it needs is over the aim.
+        # The plan for `above` needs more than the aim.
         above = min((min(t.target_bytes, t.planned_bytes) for t in trials if t.planned_bytes is not None), default=limit_bytes)
         if last.needed_bytes is None:
             return None if above - last.target_bytes <= 0.01 * limit_bytes else (last.target_bytes + above) // 2
-        # What an allocator adds may be more than the plan itself; no bytes at all is then the least to ask for.
+        # An allocator may add more bytes than the plan itself has: the target then stops at 0.
         return max(0, above - (last.needed_bytes - aim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proportional:
-    """A policy where the measured peak is about a constant multiple of the planned one, as under a compiler that fuses ops.
+    """A policy for peaks that are about a constant multiple of the planned one, as under a compiler that fuses ops.
 
-    Each trial is a compilation of seconds to a minute: there are few, and once one fits, another has to save a share of the cost.
+    Each trial is a compilation of seconds to a minute: there are few. After one fits, another has to save a share of the cost.
     """
 
-    resident_bytes: int = 0  # of every peak and of the limit, which no plan can change; the multiple is that of the others
-    least_cost: int = 0  # of keeping everything: no plan is cheaper
+    resident_bytes: int = 0  # in every peak and in the limit; the multiple holds for the other bytes
+    least_cost: int = 0  # cost of keeping everything: no plan is cheaper
     most_trials: int = 4
     least_saving: float = 0.01
 
@@ -186,13 +186,13 @@ class Proportional:
         return (1 - self.least_saving) * min((t.cost for t in trials if t.within(limit_bytes)), default=math.inf)
 
     def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
-        """Scale the last target by need over plan; between a trial that fits and one that does not, at most their middle."""
+        """Scale the aim by planned over measured peak; at most the middle between a plan that fits and one that does not."""
         if not trials:
             return limit_bytes
         own = [(self._own(t.planned_bytes), self._own(t.needed_bytes), t.within(limit_bytes)) for t in trials]
         fitting, over = ([(planned, needed) for planned, needed, fits in own if fits is wanted] for wanted in (True, False))
         room = max(0, limit_bytes - self.resident_bytes)
-        aim = 0.985 * room  # what another plan predicts is off by a per cent or two
+        aim = 0.985 * room  # a prediction from another plan is off by a per cent or two
         full = any(needed >= aim for _, needed in fitting)
         ended = len(trials) >= self.most_trials or trials[-1].planned_bytes is None
         if ended or full or self.least_cost > self.worthwhile_cost(trials, limit_bytes):
@@ -201,7 +201,7 @@ class Proportional:
         target = int(aim * planned / max(1, needed))
         if fitting and over:
             above = min(over)[0]
-            # Plans whose peaks differ by half a per cent of the limit are hardly two.
+            # Two plans whose peaks differ by half a per cent of the limit count as one.
             target = min(target, (planned + above) // 2) if above - planned > 0.005 * room else None
         elif over:
             target = min(target, int(0.985 * planned), _secant(over, aim))
@@ -214,8 +214,8 @@ class Proportional:
 def _secant(over: Sequence[tuple[int, int]], aim_bytes: float) -> int:
     """Planned peak at which the line through the two smallest plans has the measured peak that is aimed at.
 
-    The bytes that a compiler adds to a plan do not shrink with it, so that a constant multiple underestimates smaller
-    plans, trial after trial. The measured peak is taken to fall by at least a quarter of a byte for each planned byte.
+    The bytes that a compiler adds to a plan do not shrink with it. A constant multiple therefore underestimates smaller plans,
+    trial after trial. The measured peak is taken to fall by at least a quarter of a byte for each planned byte.
     """
     (planned, needed), *others = sorted(over)
     high = next((other for other in others if other[0] > planned), None)

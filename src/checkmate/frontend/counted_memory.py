@@ -1,4 +1,4 @@
-"""Budgets of memory as an allocator counts it, where that is more than the live bytes of a plan."""
+"""Budgets of memory as an allocator counts it, which can be more than the live bytes of a plan."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Counted = Callable[[Graph, Plan], int]
 
 
 def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Problem, float], Result]) -> Result:
-    """The cheapest plan found of which what counts keeps the budget.
+    """The cheapest plan found whose counted bytes keep the budget.
 
-    What an allocator adds to a plan is known when there is a plan. So the problem is solved for the budget, and again for as much
-    less as the plan takes too much; a solve is given the seconds that those before took. The bound is that of the first: what
-    counts is no less than the live bytes, so that every plan that keeps the budget by the larger account keeps it by the smaller
-    one too.
+    The bytes that an allocator adds are known only for a given plan. The problem is therefore solved for the budget, and again
+    for a target that is smaller by the excess of the last plan. Each solve is told the seconds that earlier solves took. The
+    lower bound of the first solve holds for all: counted bytes are at least the live bytes, and a plan that keeps the budget by
+    counted bytes keeps it by live bytes too.
 
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget even by its live bytes.
-        PlanNotFoundError: No plan was found of which what counts keeps the budget; the hint has the least that was found.
+        PlanNotFoundError: No plan was found whose counted bytes keep the budget; the hint has the least bytes found.
     """
     budget_bytes = target = problem.budget_bytes
     result = first = solve(problem, 0.0)
@@ -60,14 +60,14 @@ def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Proble
 
 
 def counted_bytes(graph: Graph, result: Result, counted: Counted | None) -> int:
-    """Bytes of a result that count against a budget: its peak of live bytes, unless something else counts."""
+    """Bytes of a result that count against a budget: the peak of live bytes unless ``counted`` is given."""
     return result.peak_bytes if counted is None else counted(graph, result.plan)
 
 
 def resolved_budget(budget: Budget, graph: Graph, counted: Counted | None) -> int:
-    """Bytes of a budget for a graph; a share is one of what keeping everything takes by the same account.
+    """Bytes of a budget for a graph; a share is a share of the bytes for keeping everything, by the same account.
 
-    For a smaller batch of a step that was planned a share is as many bytes as it was then.
+    For a smaller batch of a planned step, a share stays the same number of bytes.
     """
     if budget.total_bytes is not None:
         return budget.total_bytes

@@ -1,7 +1,7 @@
-"""Warnings on stderr where a program has not configured logging.
+"""Warnings on stderr for programs that have not configured logging.
 
-Python's own handler of last resort prints messages without a name, and as often as they come. Most training scripts configure no
-logging, and a warning that a budget is not kept has to reach them.
+Python's handler of last resort prints messages without a name, each time they are logged. Most training scripts configure no
+logging, and a warning that a budget is not kept has to reach their users.
 """
 
 from __future__ import annotations

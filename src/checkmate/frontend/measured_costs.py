@@ -15,11 +15,11 @@ OpT = TypeVar("OpT")
 
 
 class MeasuredCosts(Generic[OpT]):
-    """Costs of the ops of a framework: from the store, measured where the store has none, estimated where an op cannot run alone.
+    """Costs of the ops of a framework: from the store, else measured, or estimated if an op cannot run alone.
 
-    A signature is the text of all on which the cost of an op depends, and None for an op that cannot run in isolation. Distinct
-    ops are measured together, given these by signature, and the other ops that were asked for with their known costs; ops that
-    could not be measured are left out.
+    A signature is a text with everything on which the cost of an op depends; None for an op that cannot run in isolation.
+    ``measure`` gets all missing ops at once by signature, and the other requested ops with their known costs. It leaves out ops
+    that could not be measured.
 
     Examples:
         >>> import tempfile
@@ -59,11 +59,11 @@ class MeasuredCosts(Generic[OpT]):
             measured = self._measure({k: distinct[k] for k in missing}, known)
             self.store.add(measured)
             self.known.update(measured)
-            # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
-            # processes plan with the same costs.
+            # Another process may have measured the same op meanwhile. The first entry of the store counts: all processes then
+            # plan with the same costs.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        # What could not be measured now, such as for want of memory, may be another time.
+        # An op that could not be measured now, for want of memory for example, may be measured another time.
         estimated = {k: self._estimate(op) for k, op in distinct.items() if k not in self.known}
         found = self.known | estimated
         return [found[k] if k is not None else self._estimate(op) for k, op in zip(keys, ops, strict=True)]

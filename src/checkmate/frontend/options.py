@@ -1,4 +1,4 @@
-"""Options that say which plan a front end looks for, checked once, where the user's call comes in."""
+"""Options of the plan that a front end looks for, checked once, at the user's call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PlanningOptions:
 
     @classmethod
     def of(cls, *, budget: Amount | Budget | None = None, **options: Unpack[CommonOptions]) -> PlanningOptions:
-        """Options from what a user wrote. This is where the text of a budget is parsed.
+        """Options from the arguments of a user. The text of a budget is parsed here.
 
         Raises:
             UnitError: The budget cannot be read.
@@ -99,14 +99,14 @@ BUDGET_VARIABLE = "CHECKMATE_BUDGET"
 
 
 def budget_of_environment() -> str | None:
-    """The budget in the environment; None where there is none."""
+    """The budget in the environment; None if it has none."""
     return os.environ.get(BUDGET_VARIABLE) or None
 
 
 def lightning_callbacks() -> list[Any]:
     """The callbacks for a new ``Trainer`` of Lightning, whose entry point this is: none if the environment has no budget.
 
-    Lightning calls it in every training, also of users who want no budget: nothing else is imported for them.
+    Lightning calls it in every training. Without a budget nothing else is imported.
     """
     if budget_of_environment() is None:
         return []
@@ -114,12 +114,12 @@ def lightning_callbacks() -> list[Any]:
 
 
 def parsed(budget: Amount | Budget | None) -> Budget | None:
-    """A budget as a value; one that is a value already stays as it is."""
+    """A `Budget` from an amount or a text; a `Budget` is returned unchanged."""
     return budget if budget is None or isinstance(budget, Budget) else Budget.parse(budget)
 
 
 def load_plan(plan: PlanSource) -> Plan:
-    """A plan, or that of a step, a result, or a file with a plan or a result."""
+    """The plan itself, or the plan of a step, of a result, or of a file with a plan or a result."""
     plan = getattr(plan, "plan", plan)
     if isinstance(plan, Plan):
         return plan
@@ -147,14 +147,14 @@ def takes_options(
 ) -> Callable[[CallT], CallT]:
     """Decorate a function that takes the options of a `TypedDict` as ``**options``.
 
-    Names that are none of its arguments, and values that an option cannot have, are refused before it is called. Its signature
-    shows every option, with the default of the dataclass that the options are checked by.
+    A call with an unknown name, or with a value that an option cannot have, is refused. The signature of the function shows every
+    option, with its default in the dataclasses that check the options.
 
     Args:
         options: The options.
         checked: The dataclasses.
-        elsewhere: What to do instead, for names that mean something elsewhere.
-        defaults: Defaults that are others here.
+        elsewhere: Hints for names that are options of other functions.
+        defaults: Defaults that differ from those of the dataclasses.
     """
 
     def decorate(function: CallT) -> CallT:
@@ -183,7 +183,7 @@ def takes_options(
 
 
 def refuse_unknown(given: Iterable[str], of: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Refuse an option that there is not, with the nearest one that there is, or with what its name means elsewhere."""
+    """Refuse an unknown option; the hint comes from ``elsewhere``, or the message names the nearest known option."""
     known = list(known)
     for name in map(str, given):
         if name not in known:
@@ -194,7 +194,7 @@ def refuse_unknown(given: Iterable[str], of: str, known: Iterable[str], elsewher
 
 
 def check_choices(options: type, given: Mapping[str, object]) -> None:
-    """Refuse an option whose type, in a `TypedDict` or a dataclass, has a few values, and that has another one."""
+    """Refuse a value that is not one of the few values of its option's type, in a `TypedDict` or a dataclass."""
     for name, hint in get_type_hints(options).items():
         choices = _choices(hint)
         if name in given and choices is not None and given[name] not in choices:
@@ -205,7 +205,7 @@ def check_choices(options: type, given: Mapping[str, object]) -> None:
 
 
 def _choices(hint: Any) -> tuple[object, ...] | None:
-    """The values of a type; None if it has more than a few."""
+    """The values of a type; None for a type that is not a small enumeration."""
     if hint is bool:
         return (True, False)
     if hint is NoneType:

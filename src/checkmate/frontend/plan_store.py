@@ -1,8 +1,8 @@
 """Measured peaks of compiled plans, in a SQLite file in the user's cache folder.
 
 The peak of a compiled plan is known only after it has run. Measured plans are therefore stored with their peaks. The answer to
-each budget is stored too, so that no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`), and
-which steps do not fit as Inductor compiles them (`Misfits`).
+each budget is stored too: no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`). `Misfits` stores
+the steps that do not fit as Inductor compiles them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MeasuredPlan:
 
 
 class PlanStore:
-    """Measured plans of one graph, compiled one way: the key identifies all that decides on the measured peaks of its plans."""
+    """Measured plans of one graph, compiled one way: the key covers everything that the measured peaks depend on."""
 
     def __init__(self, key: str, path: str | os.PathLike[str] | None = None) -> None:
         self.key = key
@@ -68,7 +68,7 @@ class PlanStore:
         return [plan for plan in found if plan not in wrong] if wrong else found
 
     def add(self, plan: MeasuredPlan) -> None:
-        """Store a plan; what was measured earlier for the same plan is replaced."""
+        """Store a plan; an earlier measurement of the same plan is replaced."""
         order = json.dumps(list(plan.order), separators=(",", ":"))
         row = (self.key, order, plan.memory.peak_bytes, msgspec.json.encode(plan.memory).decode())
         self._rows("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
@@ -78,9 +78,9 @@ class PlanStore:
         self._rows("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
 
     def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
-        """Bounds on the measured peak of a plan for a budget above the resident bytes, by which peaks stay monotone in it.
+        """Bounds on the measured peak for a budget above the resident bytes that keep peaks monotone in the budget.
 
-        They are the largest peak that answered a smaller budget, and the smallest that answered a larger one, but at most the
+        They are the largest peak that answered a smaller budget, and the smallest peak that answered a larger one, at most the
         budget.
         """
         query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
@@ -93,12 +93,12 @@ class PlanStore:
         return least, min([budget_bytes, *(peak for budget, peak in rows if budget > budget_bytes)])
 
     def _rows(self, statement: str, values: tuple[str | int, ...]) -> list[Any]:
-        """Rows that a statement gives; none if the file cannot be used."""
+        """Rows of a statement; none if the file cannot be used."""
         return self.database.run(lambda connection: list(connection.execute(statement, values)), [])
 
 
 class Misfits:
-    """Steps of which no compilation keeps the budget, in the same file."""
+    """Steps that keep the budget in no compilation, in the same file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.database = _database(path, "a step is compiled in every process to find out that it does not fit")
@@ -113,19 +113,19 @@ class Misfits:
         return int(known[0]) if known is not None and known[0].isdecimal() else None
 
     def add(self, key: str, least_bytes: int) -> None:
-        """Store the bytes of the smallest compilation of a step; what another process stored before stays."""
-        row = (key, str(least_bytes))  # the columns are those of stores that earlier versions made
+        """Store the bytes of the smallest compilation of a step; an entry that another process stored before stays."""
+        row = (key, str(least_bytes))  # the same columns as in stores of earlier versions
         self.database.run(lambda db: db.execute("INSERT OR IGNORE INTO compilers VALUES (?, 'eager', ?)", row), None)
 
 
 def _are_counts(numbers: Iterable[object]) -> bool:
-    """Whether all are whole numbers that can be a size or an index."""
+    """Whether all are integers that can be a size or an index."""
     return all(isinstance(number, int) and 0 <= number <= MOST_BYTES for number in numbers)
 
 
 @functools.cache
 def sources_digest() -> str:
-    """Hash of this package's sources, for keys: with other sources the same plan may be compiled to other bytes."""
+    """Hash of this package's sources, for keys: other sources may compile the same plan to code with another peak."""
     digest = hashlib.sha256()
     for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

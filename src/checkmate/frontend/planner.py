@@ -1,7 +1,7 @@
-"""Planners: callables that make the plan of a captured graph.
+"""Planners: callables that return the plan of a captured graph.
 
-Frameworks call back with a graph while they compile, so that a front end takes a planner as an argument. A planner can be wrapped
-in another one: rank 0 of a distributed job plans for all ranks, or several graphs share one budget.
+Frameworks call back with a graph while they compile. A front end therefore takes a planner as an argument. A planner can wrap
+another one: rank 0 of a distributed job plans for all ranks, or several graphs share one budget.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from checkmate.studies.min_budget import min_budget
 _log = logging.getLogger("checkmate.frontend")
 
 _LAST_SHARE: Final = 0.05
-"""Share of the time limit that every solve has, also when those before it have used the limit up."""
+"""Share of the time limit that every solve has, even if earlier solves have used up the limit."""
 
 Planner = Callable[[Graph], Result]
-"""Makes the plan of a graph, checked; raises `InfeasibleBudgetError`, `PlanNotFoundError` or `PlanError` where it cannot."""
+"""Returns a checked plan of a graph, or raises `InfeasibleBudgetError`, `PlanNotFoundError` or `PlanError`."""
 
 
 def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
     """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything.
 
-    Other searches may have spent some seconds of the time limit.
+    ``spent_s``: seconds of the time limit that other searches have used.
     """
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
@@ -63,7 +63,7 @@ def keep_everything(graph: Graph) -> Result:
 
 
 def _cheapest_within(options: PlanningOptions, budget: Budget, spent_s: float, graph: Graph) -> Result:
-    """The cheapest plan found within a budget, which becomes bytes here, once per graph."""
+    """The cheapest plan found within a budget; here the budget becomes bytes, once per graph."""
     total = budget.with_total(resolved_budget(budget, graph, options.counted))
     problem, limits = Problem(graph, total, host=options.host), Limits(time_s=options.time_limit_s)
     if options.counted is None:
@@ -72,10 +72,10 @@ def _cheapest_within(options: PlanningOptions, budget: Budget, spent_s: float, g
 
 
 def cheapest(problem: Problem, solver: Solver | None, limits: Limits, spent_s: float = 0.0) -> Result:
-    """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
+    """The result of `solve`, or of an earlier solve of the same problem with the same solver and as much time.
 
-    An earlier solve that had less time, and proved no optimum, gives the plan to start from. Where other searches have spent
-    some of the limit, this one has what is left; its plan is stored as one of the whole limit.
+    An earlier solve that had less time, and proved no optimum, gives the plan to start from. The search has the part of the limit
+    that other searches left; its plan is stored as a plan of the whole limit.
     """
     left = limits if limits.time_s is None else replace(limits, time_s=_left_s(limits.time_s, spent_s))
 
@@ -87,13 +87,13 @@ def cheapest(problem: Problem, solver: Solver | None, limits: Limits, spent_s: f
 
 
 def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[Plan | None], Result]) -> Result:
-    """The result of a search from a plan that was found in less time, or from none; or that of an earlier one.
+    """The result of an earlier search with as much time, or of a new search that starts from an earlier plan, if any.
 
-    It is stored as one under the limits. `solve` returns the best plan so far if the user presses Ctrl-C, which is what a user
-    who waits for a plan wants. While a framework compiles, the user wants to stop the script: the plan is stored, and
-    `KeyboardInterrupt` is raised.
+    The result is stored under the limits. `solve` returns the best plan so far if the user presses Ctrl-C, for a user who waits
+    for a plan. While a framework compiles, the user wants to stop the script: the plan is stored, and `KeyboardInterrupt` is
+    raised.
     """
-    # A stored plan is an order of computations; where its copies belong is not stored.
+    # A stored plan is an order of computations; the places of its copies are not stored.
     plans = SolvedPlans.of_user() if problem.host is None else None
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
@@ -112,10 +112,10 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
 
 @contextmanager
 def _interrupts_kept() -> Generator[None]:
-    """Raise the `KeyboardInterrupt` of a Ctrl-C during the block at its end, if Python has dropped it.
+    """Raise the `KeyboardInterrupt` of a Ctrl-C at the end of the block, if Python has dropped it.
 
-    Python delivers a signal in the next Python code that runs. After a kernel of seconds that can be the callback of a weak
-    reference, where an exception is printed and ignored.
+    Python delivers a signal in the next Python code that runs. After a long kernel this can be the callback of a weak reference,
+    which prints and ignores exceptions.
     """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not ours:
@@ -143,10 +143,10 @@ def _left_s(limit_s: float, spent_s: float) -> float:
 
 
 def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
-    """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are those of the search.
+    """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are the search's.
 
-    The quick search comes within some per cent of the smallest peak. If its plan is above what is enough, resident bytes
-    included, another search takes what is left of the time.
+    The quick search comes within some per cent of the smallest peak. If its plan takes more than ``enough_bytes``, resident bytes
+    included, another search takes the rest of the time.
     """
     problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
     quick = _found_before_or_now(problem, limits, "quick_peak", quick_peak)
@@ -159,7 +159,7 @@ def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) 
 
 
 def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Callable[[Problem, Limits], MinBudget]) -> Result:
-    """The plan of a search for a small peak; one that was found in less time than is given now is used all the same."""
+    """The plan of a search for a small peak; a stored plan counts even if its search had less time."""
     plans = SolvedPlans.of_user()
     known = plans.get(problem, name, limits) if plans is not None else None
     if known is not None:
@@ -174,14 +174,14 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
-    """A planner that returns a plan exactly as it was given, or refuses it.
+    """A planner that returns a given plan unchanged, or refuses it.
 
-    Workspace and resident bytes may differ from those that the plan was made with, if it names the structure of its graph: they
-    depend on the process. The figures of the result are those of the graph at hand.
+    A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
+    process. The result has the figures of the current graph.
     """
 
     plan: Plan
-    budget: Budget | None = None  # that the plan has to keep
+    budget: Budget | None = None  # the plan has to keep it
     copies: bool = False  # whether the program makes the copies of a plan to and from the host
 
     def __call__(self, graph: Graph) -> Result:
@@ -202,10 +202,10 @@ class GivenPlan:
 
 
 class Replanner:
-    """Plans of one graph within several budgets. Each plan found is where the search within a smaller budget may start.
+    """Plans of one graph within several budgets. A search within a smaller budget may start from each plan found.
 
-    The time limit bounds all of them together: the first solve has a share of it, and each that follows another, up to
-    `_LAST_SHARE` of it after it is used up: one that starts from the plans found so far still finds a good one in that.
+    The time limit bounds all searches together: the first has a share of it, and each later one another share. A search after the
+    limit is used up has `_LAST_SHARE` of it: enough for a good plan, since the search starts from the plans found so far.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Replanner:
         self.found: list[Result] = []
         self._options = options
         self._share, self._next_share = time_shares
-        self._gap = gap  # at which a solve may stop
+        self._gap = gap  # a solve may stop at it
         self._spent_s = 0.0
 
     def __call__(self, budget_bytes: int) -> Result:
@@ -237,7 +237,7 @@ class Replanner:
         return result
 
     def smallest(self) -> Result:
-        """The plan with the smallest peak that is found in the time that is left."""
+        """The plan with the smallest peak found in the rest of the time."""
         with self._timed(self._next_share) as limits:
             found = min_budget(self.graph, limits=limits)
         self.found.append(evaluate(self.graph, found.plan))
@@ -246,7 +246,7 @@ class Replanner:
     def _solve(self, budget_bytes: int) -> Result:
         problem, solver, limit_s = Problem(self.graph, budget_bytes), self._options.solver or Auto(), self._options.time_limit_s
         share, self._share = self._share, self._next_share
-        # The limits if searches before it took no time: what a process spent before decides on no stored plan.
+        # The limits without the time of earlier searches: stored plans must not depend on time that this process has spent.
         asked = Limits(time_s=None if limit_s is None else max(share, _LAST_SHARE) * limit_s, gap=self._gap)
 
         def search(start: Plan | None) -> Result:
@@ -258,31 +258,31 @@ class Replanner:
 
     @contextmanager
     def _timed(self, share: float) -> Generator[Limits]:
-        """Limits of a search that has a share of the time limit, and counts towards it."""
+        """Limits of a search with a share of the time limit; its seconds count as spent."""
         limit_s, began = self._options.time_limit_s, time.perf_counter()
         most_s = None if limit_s is None else min(max(share, _LAST_SHARE) * limit_s, _left_s(limit_s, self._spent_s))
         try:
             yield Limits(time_s=most_s, gap=self._gap)
         finally:
-            # Kernels that are compiled once on a machine do not count.
+            # Time above the share compiles kernels, once per machine, and does not count.
             self._spent_s += min(time.perf_counter() - began, most_s or 0.0)
 
     def _start(self, budget_bytes: int) -> Plan | None:
-        """The cheapest plan so far that keeps a budget."""
+        """The cheapest plan found so far within a budget."""
         fits = [r for r in self.found if r.peak_bytes <= budget_bytes]
         return min(fits, key=lambda r: r.cost).plan if fits else None
 
 
 def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
-    """The result of an order that was found before, less the computations whose outputs are never read."""
+    """The result of a known order without the computations whose outputs are never read."""
     return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
 
 
 def _refuse_unexecutable(graph: Graph, plan: Plan) -> None:
-    """Refuse a plan that a compiled program would not run as it is.
+    """Refuse a plan that a compiled program would not run unchanged.
 
-    Programs drop computations whose outputs are never read, and free every value after its last read. A plan with such a
-    computation, or that holds a value longer, would run as another plan with another peak.
+    Programs drop computations whose outputs are never read, and free every value after its last read. A plan with an unread
+    computation, or with a later free, would run as another plan with another peak.
     """
     needed = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
     if _grouped(needed) == _grouped(plan):
@@ -296,7 +296,7 @@ def _refuse_unexecutable(graph: Graph, plan: Plan) -> None:
 
 
 def _grouped(plan: Plan) -> list[tuple[int, set[int]]]:
-    """Each computation with the values that are freed before the next one."""
+    """Each computation with the values that the plan frees before the next one."""
     groups: list[tuple[int, set[int]]] = []
     for step in plan.steps:
         if isinstance(step, Compute):

@@ -1,9 +1,9 @@
-"""One line on a terminal that tells what a front end is doing: capturing, measuring costs, planning, ready.
+"""One line on a terminal with the stage of a front end: capturing, measuring costs, planning, ready.
 
-Compiling a step can take minutes. The line is rewritten in place on stderr, of a terminal or a notebook, and erased when the work
-is over; a last line with the plan stays. Where stderr is a file or a pipe (Slurm, Docker), each stage that takes longer than
-`LATE_S` gets one line. Nothing is drawn on other ranks than the first, and where logging is set to ``INFO`` (the log then tells
-the same) or to ``ERROR`` and above. Drawn without rich, which the front ends do not depend on.
+Compiling a step can take minutes. The line is rewritten in place on stderr, of a terminal or a notebook, and erased at the end of
+the work; a last line with the plan stays. If stderr is a file or a pipe (Slurm, Docker), each stage that takes longer than
+`LATE_S` gets one line. Only the first rank draws, and only if logging is set neither to ``INFO`` (the log then has the same
+texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency of the front ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE_S = 0.1
 """Least time between two redraws."""
 
 LATE_S = 5.0
-"""Seconds after which a stage is told where no line can be rewritten."""
+"""Seconds after which a stage gets a line if no line can be rewritten."""
 
 _ERASE = "\r\x1b[K"
 
@@ -41,7 +41,7 @@ class _Work:
     """The work that is shown."""
 
     draw: Callable[[str], None]  # replaces the text that is shown
-    erase: str | None  # erases the line that is drawn here; None if another program draws it, empty where lines stay
+    erase: str | None  # erases the drawn line; None if another program draws it, empty if lines stay
     texts: list[str] = field(default_factory=list[str])  # from the outermost block to the innermost
     plan: str = ""  # the newest plan in words
     began: float = field(default_factory=time.perf_counter)
@@ -54,7 +54,7 @@ _redirected: Callable[[str], None] | None = None
 
 @contextmanager
 def shown(text: str) -> Generator[None, None, None]:
-    """Show what is being done while the block runs. Inside another such block, the text takes the place of that block's."""
+    """Show a text while the block runs; in nested blocks, the text of the innermost."""
     global _work
     outermost = _work is None
     if outermost:
@@ -82,7 +82,7 @@ def shown(text: str) -> Generator[None, None, None]:
             _draw(work, at_once=True)
 
 
-# What a solver does is shown if a front end called it.
+# The work of a solver is shown if a front end called it.
 announce_with(lambda text: nullcontext() if _work is None else shown(text))
 
 
@@ -94,7 +94,7 @@ def say(text: str) -> None:
 
 
 def counted(items: Collection[ItemT], doing: str, what: str = "ops") -> Iterator[ItemT]:
-    """The items, each shown with its number while the caller works on it."""
+    """The items; the number of each is shown while the caller works on it."""
     with shown(doing):
         for number, item in enumerate(items, start=1):
             say(f"{doing}: {number} of {len(items)} {what}")
@@ -103,7 +103,7 @@ def counted(items: Collection[ItemT], doing: str, what: str = "ops") -> Iterator
 
 @contextmanager
 def planning(graph: Graph) -> Generator[OnProgress, None, None]:
-    """Show that a graph is planned; yields a callback for `solve`, which shows every improvement."""
+    """Show that a graph is being planned; yields a callback for `solve` that shows every improvement."""
     doing = f"planning {len(graph.ops)} ops"
 
     def improved(progress: Progress) -> None:
@@ -117,18 +117,18 @@ def planning(graph: Graph) -> Generator[OnProgress, None, None]:
 
 
 def planned(graph: Graph, result: Result) -> None:
-    """Keep a plan for the line that stays when the work is over."""
+    """Keep a plan for the line that stays at the end of the work."""
     if _work is not None:
         peak, budget = format_bytes(result.peak_bytes), format_bytes(result.budget_bytes)
         figures = f"overhead {100 * (result.overhead - 1):.2f} %, gap {100 * result.gap:.2f} %"
-        _work.texts[:1] = ["compiling"]  # what the outermost block does from now on
+        _work.texts[:1] = ["compiling"]  # the text of the outermost block from now on
         _draw(_work, at_once=True)
         _work.plan = f"peak {peak} of {budget}, {figures}, {len(graph.ops)} ops"
 
 
 @contextmanager
 def redirected(draw: Callable[[str], None]) -> Generator[None, None, None]:
-    """Give the texts to a function while the block runs, for programs that draw their own progress."""
+    """Pass the texts to a function while the block runs, for programs that draw their own progress."""
     global _redirected
     before, _redirected = _redirected, draw
     try:
@@ -138,7 +138,7 @@ def redirected(draw: Callable[[str], None]) -> Generator[None, None, None]:
 
 
 def erase() -> None:
-    """Erase the line, so that something else can be printed in its place; the next text draws it again."""
+    """Erase the line to print something else in its place; the next text draws it again."""
     if _work is not None and _work.erase:
         _write(_work.erase)
 
@@ -147,7 +147,7 @@ class _LateLines:
     """One line for each stage that takes long, in place of a line that is rewritten."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()  # stages that have their line
+        self.told: set[str] = set()  # stages that have been printed
         self._stage = ""
         self._timer: threading.Timer | None = None
 
@@ -175,7 +175,7 @@ class _LateLines:
 
 
 def _started() -> _Work | None:
-    """Work to show, or None where nothing is to be drawn."""
+    """Work to show, or None if nothing is to be drawn."""
     if _redirected is not None:
         return _Work(_redirected, erase=None)
     log = logging.getLogger("checkmate")

@@ -1,8 +1,8 @@
-"""Plans that solvers found, in a SQLite file in the user's cache folder, so that a second process need not search again.
+"""Plans that solvers found, in a SQLite file in the user's cache folder: a second process need not search again.
 
-A row is a claim, as a solver's answer is one: its plan is checked and simulated for the graph at hand before it is used, and a
-row that is damaged, or that does not hold, is as good as none. What cannot be computed from a plan is the bound on the cost of
-all others; it is stored with the plan, and a checksum covers both.
+A row is only a claim, like the answer of a solver: its plan is checked and simulated for the current graph before use. A row that
+is damaged, or whose plan fails the check, is ignored. The lower bound on the cost of all plans cannot be computed from a plan: it
+is stored with the plan, and a checksum covers both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLANNED_BEFORE: Final = "planned before"
 
 
 _LEAST_S: Final = 0.02
-"""Seconds of a solve whose plan is worth storing: one that searched, for which a new process takes a second to load kernels."""
+"""Seconds of a solve whose plan is worth storing: it has searched, for which a new process loads kernels for a second."""
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +47,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     gap: float  # gap at which the solve was to stop
 
     def answers(self, limits: Limits, found_gap: float) -> bool:
-        """Whether a solve with these limits would have ended no later: proven, within the gap asked for, or as much time."""
+        """Whether a solve with these limits would end no later: the row is proven, within their gap, or had as much time."""
         asked_s = math.inf if limits.time_s is None else limits.time_s
         done = self.termination.reason is Reason.OPTIMAL or found_gap <= limits.gap
         return done or (self.time_s >= asked_s and self.gap <= limits.gap)
@@ -56,7 +56,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 class SolvedPlans:
     """Plans that were found before, by problem and solver, in a file of the user's cache folder by default.
 
-    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again.
+    Any fault of the file causes a warning and no error: the problem is then solved again.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -73,10 +73,10 @@ class SolvedPlans:
         return None if os.environ.get("CHECKMATE_PLAN_CACHE") == "0" else cls()
 
     def get(self, problem: Problem, solver: str, limits: Limits) -> tuple[Result, bool] | None:
-        """The stored plan of a problem, checked and simulated again; None if there is none, or none that holds.
+        """The stored plan of a problem, checked and simulated again; None without a plan that passes.
 
-        With it comes whether it answers a solve with these limits. If not, it is a plan to start from: it was found in less time
-        than is given now.
+        The boolean tells whether the plan answers a solve with these limits. If not, its search had less time, and the plan is
+        only a start.
         """
         began = time.perf_counter()
         row = self._read(_key(problem, solver))
@@ -104,7 +104,7 @@ class SolvedPlans:
         return result, row.answers(limits, gap)
 
     def add(self, problem: Problem, limits: Limits, result: Result) -> None:
-        """Store the result of a solve within limits, unless it took next to no time, or ended at a target."""
+        """Store the result of a solve within limits, unless the solve was very short or ended at a target."""
         if result.elapsed_s < _LEAST_S or result.termination.limit == "target":
             return
         most_s = math.inf if limits.time_s is None else limits.time_s
@@ -130,10 +130,10 @@ class SolvedPlans:
 
 
 def _key(problem: Problem, solver: str) -> str:
-    """Hash of all that decides on what a solver finds.
+    """Hash of everything that the plan of a solver depends on.
 
-    The digest of a graph leaves out costs, phases and resident bytes. The latter count as what they leave of the budget: the
-    process allocates other tensors too, and the same step has a few bytes more or less that are resident in the next process.
+    The digest of a graph leaves out costs, phases and resident bytes. Of resident bytes only the rest of the budget counts: a
+    process allocates other tensors too, and the resident bytes of a step differ by a few from process to process.
     """
     graph = problem.graph
     facts: Sequence[object] = (

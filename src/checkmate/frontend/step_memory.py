@@ -11,7 +11,7 @@ from checkmate.core.simulate import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes that a step needs above what is resident, measured or predicted from a plan."""
+    """Bytes that a step needs above resident memory, measured or predicted from a plan."""
 
     forward_peak_bytes: int  # peak of the forward
     saved_bytes: int  # bytes held from the end of the forward to the beginning of the backward
@@ -24,16 +24,16 @@ class StepMemory:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
     def plus(self, size_bytes: int) -> StepMemory:
-        """The memory if everything took so many bytes more."""
+        """The memory with ``size_bytes`` more at every time."""
         return StepMemory(**{name: value + size_bytes for name, value in asdict(self).items()})
 
     def within(self, other: StepMemory) -> bool:
-        """Whether the step takes at most as much as another one, at any time."""
+        """Whether the step never takes more memory than another one."""
         return all(value <= most for value, most in zip(astuple(self), astuple(other), strict=True))
 
     @classmethod
     def of_whole_step(cls, peak_bytes: int) -> StepMemory:
-        """Memory of a step whose backward is not separate, and leaves no gradients."""
+        """Memory of a step without a separate backward that leaves no gradients."""
         return cls(forward_peak_bytes=peak_bytes, saved_bytes=0, backward_peak_bytes=0, gradient_bytes=0)
 
     @classmethod

@@ -17,7 +17,7 @@ source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines 
 
 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr of a parameter or of a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
+    """The jaxpr of a parameter or a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
 
 
@@ -29,7 +29,7 @@ def without_dead_code(closed: Any) -> Any:
 
 @functools.cache
 def checkpoint_primitive() -> str:
-    """Name of the primitive that calls what `jax.checkpoint` computes again."""
+    """Name of the primitive of a call to `jax.checkpoint`."""
     return opened(jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0))[0].eqns[0].primitive.name
 
 
@@ -40,14 +40,14 @@ def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any
     function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))
 
     def with_arrays(*arguments: Any) -> list[Any]:
-        # A result that is written in the jaxpr comes back as a number.
+        # If a result is a literal of the jaxpr, JAX returns a number.
         return [r if t is None else as_array(r, t) for r, t in zip(function(*arguments), types, strict=True)]
 
     return with_arrays
 
 
 def as_array(number: Any, aval: Any) -> jax.Array:
-    """A number that is written in a jaxpr, as an array of its type."""
+    """A literal of a jaxpr as an array of its type."""
     return jnp.asarray(number, aval.dtype)
 
 
@@ -60,13 +60,13 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def source_of(eqn: Any) -> str:
-    """File and line of the user's program from which an equation was traced, such as ``model.py:12 (attention)``; maybe ""."""
+    """File and line of the user's program that an equation comes from, like ``model.py:12 (attention)``; "" if unknown."""
     line = source_info_util.summarize(eqn.source_info)
     return "" if line == "unknown" else line
 
 
 def scopes_of(eqn: Any) -> str:
-    """Names of the scopes and transformations around an equation, such as ``transpose(jvp(decoder))/mlp``."""
+    """Names of the scopes and transformations around an equation, like ``transpose(jvp(decoder))/mlp``."""
     return str(eqn.source_info.name_stack)
 
 
@@ -76,14 +76,14 @@ def is_tracer(value: Any) -> bool:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Names of the axes of `jax.shard_map` along which a value differs; none outside of it."""
+    """Names of the axes of `jax.shard_map` along which a value differs; none outside `jax.shard_map`."""
     kind = jax.typeof(value)
     manual = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
 
 
 def as_varying(value: jax.Array, like: jax.Array) -> jax.Array:
-    """A value that counts as different along the axes of `jax.shard_map` along which another one is."""
+    """A value, marked as varying along the same axes of `jax.shard_map` as another value."""
     axes = tuple(varying_axes(like) - varying_axes(value))
     if not axes:
         return value

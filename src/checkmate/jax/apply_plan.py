@@ -1,12 +1,12 @@
 """Runs a plan as a traceable function: equations in the plan's order, with a fence before every run of recomputations.
 
-XLA merges equal computations and schedules what is left, and so would undo a plan. A fence is one `jax.lax.optimization_barrier`
-that depends on all that came before, and on which all that comes after depends. A barrier over the inputs of a recomputation
-alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again
-behind a fence: XLA would store a value and its view as two.
+XLA merges equal computations and schedules the rest, which would undo a plan. A fence is one `jax.lax.optimization_barrier`: it
+depends on all earlier computations, and all later ones depend on it. XLA also keeps a barrier over the inputs of a recomputation
+alone, but then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again behind a fence,
+because XLA would store a value and its view as two buffers.
 
-Fences change what XLA fuses, and so the rounding. In an exact program every op stands alone between barriers, so that it is
-compiled to the same instructions in every plan (docs/decisions/0010).
+Fences change XLA's fusions, and therefore the rounding. In an exact program every op stands alone between barriers, and XLA
+compiles it to the same instructions in every plan (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from checkmate.jax.graph.trace import result, trace_flat
 
 
 class PlannedProgram:
-    """A plan of a captured function, ready to run: ``saved`` is what the forward leaves to the backward.
+    """A plan of a captured function, ready to run; ``saved`` are the values that the forward passes to the backward.
 
-    In an exact program every op stands alone, so that all plans have the same bits.
+    In an exact program every op stands alone: all plans give the same bits.
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
@@ -47,14 +47,14 @@ class PlannedProgram:
         return [*results, *self.backward(saved, arguments[given:])]
 
     def forward(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The results of the forward and what it saves for the backward, for the arguments before the tangents."""
+        """The results of the forward, and the values that it saves for the backward; `arguments` excludes the tangents."""
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
         return [result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """The gradients, from what the forward saved: the results after those of the forward."""
+        """The gradients, which are the results after those of the forward, from the saved values."""
         trace = self.capture.trace
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
         values = dict(zip((*self.saved.values, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
@@ -81,11 +81,11 @@ class PlannedProgram:
             self._compute(values, op)
 
     def _fences_and_saved(self, fenced: set[int]) -> tuple[dict[int, _Stored], _Stored]:
-        """The values behind the fence before each fenced computation, and what the backward is given.
+        """The values behind the fence before each fenced computation, and the values that the backward is given.
 
-        Behind a fence is what is read before the next one, so that its readers come after, and what was made since the one before
-        and is still alive, so that it comes before. What is alive and neither has passed an earlier fence, and will pass another.
-        Of arguments and constants, those that an op reads alone are: others are read with something that depends on a fence.
+        A fence covers live values that are read before the next fence, to put their readers after it, and values made since
+        the previous fence, to put their computation before it. Other live values passed an earlier fence and will pass a later
+        one. Arguments and constants are covered only if an op reads nothing else: other inputs depend on a fence already.
         """
         capture = self.capture
         given = {*capture.trace.arguments, *capture.trace.constants}
@@ -111,7 +111,7 @@ class PlannedProgram:
         return {p: fence for p, fence in fences.items() if fence.values}, saved
 
     def _stored(self, live: set[int]) -> _Stored:
-        """Values as those that are stored, without constants, and the views of them."""
+        """The stored values behind some live values, without constants, and the ops that make their views."""
         stored, views = set(live), set[int]()
         pending = list(live & self._views.keys())
         while pending:
@@ -128,14 +128,14 @@ class PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Values behind a fence, or that the backward is given."""
+    """Values behind a fence, or values that the backward is given."""
 
-    values: tuple[int, ...]  # with bytes of their own, without constants
-    views: tuple[int, ...]  # ops whose results share the bytes of these, each after those that it reads
+    values: tuple[int, ...]  # values that own their bytes, without constants
+    views: tuple[int, ...]  # ops whose results are views of these values, each after the ops that it reads
 
 
 def _views(capture: Capture) -> dict[int, tuple[int, int]]:
-    """By a value that shares the bytes of another one: that one, and the op that makes it."""
+    """For each view: the value whose bytes it shares, and the op that makes the view."""
     graph = capture.graph
     traced = {
         v: w for op, outputs in zip(graph.ops, capture.outputs, strict=True) for v, w in zip(op.outputs, outputs, strict=True)
@@ -145,10 +145,10 @@ def _views(capture: Capture) -> dict[int, tuple[int, int]]:
 
 
 def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
-    """Positions at which a run of recomputations begins, or, if delays count, of computations later than in the program.
+    """Positions at which a run of recomputations begins; if `delayed`, also runs of computations later than in the program.
 
-    XLA would compute early what a plan delays, and hold the results. But more fences keep it from fusing what it could, which can
-    take more bytes, and more time, than the delays save.
+    Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which can
+    cost more bytes and time than the delays save.
     """
     seen: set[int] = set()
     found: set[int] = set()
@@ -165,8 +165,8 @@ def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
 def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
     """Put a barrier over values.
 
-    In `jax.shard_map` a barrier makes all its outputs differ along the axes along which one of its inputs does, which parameters
-    must not. They stay outside: every recomputation reads something that depends on the batch.
+    In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary, so they
+    stay outside the barrier: every recomputation also reads a value that depends on the batch.
     """
     axes = {v: varying_axes(values[v]) for v in live}
     most = max(axes.values(), key=len)
@@ -175,7 +175,7 @@ def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
 
 
 def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
-    """Some values behind a barrier, so that XLA fuses what reads them with nothing before it.
+    """Some values behind a barrier: XLA cannot fuse their readers with earlier computations.
 
     There is one barrier for each set of axes of `jax.shard_map` along which values differ, as in `_fence`.
     """
@@ -189,7 +189,7 @@ def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[i
 
 
 def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of nests of arrays that computes the same, each equation alone."""
+    """A function of nests of arrays that computes the same results, with a barrier around each equation."""
 
     def run(*arguments: Any) -> Any:
         given, nest = jax.tree.flatten(arguments)

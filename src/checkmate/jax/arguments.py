@@ -1,4 +1,4 @@
-"""Arguments of a user's function: arrays, which are traced, modules of Flax NNX, which it changes in place, and the rest."""
+"""Arguments of a user's function: arrays are traced, modules of Flax NNX can change in place, other arguments are constant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOLE = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """The arguments of one call. Numbers of Python, functions, strings and the like stay as they are: only arrays are traced."""
+    """The arguments of one call. Only arrays are traced; Python numbers, functions, strings and the like stay as they are."""
 
     arrays: tuple[Any, ...]  # arrays, tracers or `jax.ShapeDtypeStruct` among the leaves, in order
     rest: tuple[Any, ...]  # the leaves, with a hole for each array
@@ -46,7 +46,7 @@ class Arguments:
 
 
 class FlatFunction:
-    """A user's function as one of flat arrays that returns flat arrays; everything else that it returns is kept in `results`."""
+    """A user's function as a function from flat arrays to flat arrays; `results` restores the other values that it returns."""
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self._function, self._arguments = function, arguments
@@ -61,7 +61,7 @@ class FlatFunction:
         return [leaf for leaf, rest in zip(leaves, self._rest, strict=True) if rest is _HOLE]
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """The results of the last trace, with some arrays in place of those that were traced."""
+        """The results of the last trace, with `arrays` in place of the traced ones."""
         return jax.tree.unflatten(self._tree, _filled(self._rest, arrays))
 
 
@@ -86,16 +86,16 @@ def call_with_modules(
     positional: Sequence[Any],
     keywords: Mapping[str, Any],
 ) -> Any:
-    """Call a transformed function that changes modules among its arguments, and change the modules as it does.
+    """Call a transformed function, and apply its changes to the modules among the arguments.
 
-    Only what the function changes is a result of the transformed function: every result has a cotangent and a buffer.
+    Only variables that the function changes are results of the transformed function: every result has a cotangent and a buffer.
     """
     from flax import nnx
 
     leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)), is_leaf=_is_whole)
     modules = [leaf for leaf in leaves if _is_module(leaf)]
     others = [None if _is_module(leaf) else leaf for leaf in leaves]
-    # Split together, so that a variable that two modules share stays one.
+    # The modules are split together, to keep a variable that two modules share as one.
     definition, state = nnx.split(modules)
 
     def pure(state: Any, others: Sequence[Any]) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Plan, compile, read the bytes of temporary values, and plan again until the budget is kept. Nothing runs.
 
-XLA allocates the bytes of a compiled function before it runs. Some versions undo recomputations unless they are told not to.
+XLA decides on the bytes of a function at compile time. Some versions of XLA undo recomputations unless an option forbids it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from checkmate.jax.profiler import environment, signature
 _log = logging.getLogger("checkmate.jax")
 
 _BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 on CPUs."""
+"""Option for compilers that remove barriers too early, before the last pass that merges computations: jaxlib 0.10 on CPUs."""
 
 _told: set[str] = set()
-"""Backends whose options the user has asked for or was warned of."""
+"""Backends whose options the user has asked for, or about which the user was warned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +89,9 @@ class Figures:
 
 
 class Compilation:
-    """Compiles plans of one capture, each once: what was compiled in earlier processes is read from a store.
+    """Compiles each plan of one capture once, and stores the bytes for later processes.
 
-    Unless plans are to be verified, it compiles none.
+    It compiles nothing if plans are not to be verified.
     """
 
     def __init__(self, capture: Capture, donated: Sequence[int] = (), *, exact: bool, verify: bool) -> None:
@@ -99,7 +99,7 @@ class Compilation:
 
     @functools.cached_property
     def key(self) -> str:
-        """Text of all that decides on the plan, and on its bytes as it is compiled."""
+        """Text of everything that determines the plan and its compiled bytes."""
         if not self.verify:
             return self.capture.graph.digest
         program = "\n".join(signature(chain) for chain in self.capture.members if chain)
@@ -109,7 +109,7 @@ class Compilation:
 
     @functools.cached_property
     def known(self) -> dict[tuple[int, ...], int]:
-        """Bytes of temporary values of each plan that was compiled, by its order."""
+        """Bytes of temporary values of each compiled plan, by its order."""
         return {plan.order: plan.memory.peak_bytes for plan in PlanStore(self.key).all()}
 
     def temp_bytes(self, result: Result) -> int:
@@ -133,7 +133,7 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     """The cheapest plan found whose compiled bytes keep the budget; the first plan found if none is compiled.
 
     Raises:
-        InfeasibleBudgetError: No plan was compiled that keeps the budget.
+        InfeasibleBudgetError: No compiled plan keeps the budget.
     """
     if options.plan is not None or options.budget is None or not compilation.verify:
         result = planner_for(options)(compilation.capture.graph)
@@ -151,7 +151,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
     budget = wanted.resolve(graph)
     replanner = Replanner(graph, options)
-    # A compilation takes seconds, which a saving of 0.2 % of the cost repays within a few thousand steps.
+    # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
     trials: Calibration[Result | None] = Calibration(budget, policy)
     smallest: Result | None = None
@@ -164,7 +164,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             if smallest is not None or trials.best() is not None:
                 raise
-            failure, smallest = error, replanner.smallest()  # XLA may need less than was planned
+            failure, smallest = error, replanner.smallest()  # XLA may need fewer bytes than planned
             return smallest
 
     def compiled(target_bytes: int, result: Result) -> Trial[Result | None] | None:
@@ -179,7 +179,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     best = trials.best()
     if best is not None and best.outcome is not None:
         return best.outcome, budget
-    # A plan that was compiled before, such as that which an earlier refusal named; its bound is that of keeping everything.
+    # Fall back on plans compiled before, like one that an earlier refusal named; their bound is the cost of keeping everything.
     orders = [order for order, needed in compilation.known.items() if needed <= budget - resident]
     results = [evaluate(graph, Plan.from_order(graph, order)) for order in orders]
     if not results:
@@ -190,10 +190,10 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
 def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
     """Bytes of temporary values that XLA allocates for a function of flat arrays, above its arguments and results.
 
-    The function is compiled, and not run. Results may reuse the buffers of donated arguments.
+    The function is compiled but not run. Results may reuse the buffers of donated arguments.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    # XLA allocates buffers before LLVM optimizes, which takes half of the time.
+    # LLVM's optimization takes half of the time, and comes after XLA has allocated buffers.
     quickly = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
     options: Any = _options() | quickly
     analysis: Any = jitted.lower(*arguments).compile(compiler_options=options).memory_analysis()
@@ -203,8 +203,8 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
 def compiler_options() -> dict[str, str]:
     """Options of `jax.jit` with which XLA respects recomputations on the default device.
 
-    Empty where it does without. XLA for CPUs of jaxlib 0.10 removes barriers before its last merging of equal computations, so
-    that recomputations, also those of `jax.checkpoint`, are merged with the first computation and save nothing.
+    Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
+    for the last time. Recomputations, also those of `jax.checkpoint`, then merge with the first computation and save nothing.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.
@@ -218,7 +218,7 @@ def compiler_options() -> dict[str, str]:
 
 
 def _warn_of_undone_fences() -> None:
-    """Tell once if XLA undoes recomputations unless it is told otherwise, and no user code has asked for the options."""
+    """Warn once if XLA undoes recomputations without `compiler_options`, and the user has not asked for these."""
     backend = jax.default_backend()
     if backend in _told or not _options():
         return
@@ -237,7 +237,7 @@ def _options() -> dict[str, str]:
 
 @functools.cache
 def _need_options(backend: str) -> bool:
-    """Whether a product of matrices and its recomputation behind a fence become one unless the options are given."""
+    """Whether XLA without the options merges a product of matrices with its recomputation behind a fence."""
 
     def probe(x: jax.Array) -> jax.Array:
         first = jnp.tanh(x @ x)

@@ -30,7 +30,7 @@ _log = logging.getLogger("checkmate.jax")
 class PlannedFunction(Figures):
     """A function whose derivative runs a plan. Create one with `checkmate.jax.remat`.
 
-    A plan is made when the function is first differentiated for arguments of new shapes and types; figures are of the newest one.
+    A plan is made when the function is first differentiated for arguments of new shapes and types; figures describe the newest.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PlannedFunction(Figures):
         """Call the function; its derivative runs the plan.
 
         Args:
-            positional: The function's arguments. Numbers of Python and what is no array are constants.
+            positional: The function's arguments. Python numbers and all else that is no array are constants.
             keywords: The same.
 
         Raises:
@@ -62,7 +62,7 @@ class PlannedFunction(Figures):
         closed = jax.make_jaxpr(flat)(*arguments.arrays)
         _refuse_ordered_effects(closed)
         _, constants = opened(closed)
-        # What the function closes over may be traced by a transformation outside, and differs from call to call.
+        # Values that the function closes over may be tracers of an outer transformation, and differ from call to call.
         arrays = [*constants, *arguments.arrays]
         count = len(constants)
 
@@ -72,7 +72,7 @@ class PlannedFunction(Figures):
         return flat.results(self._differentiable(pure)(*arrays))
 
     def _differentiable(self, pure: Pure) -> Callable[..., list[Any]]:
-        """A function of flat arrays, which closes over none, with a derivative that runs a plan."""
+        """A function of flat arrays, closing over no array, with a derivative that runs a plan."""
 
         def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
@@ -104,7 +104,7 @@ class PlannedFunction(Figures):
                 )
             self._by_key[key] = planned_within(compilation, self._options)
         self._planned = self._by_key[key]
-        # The trace is of this call: its constants and tracers must not be those of an earlier one.
+        # The trace must be of this call, because its constants and tracers differ from those of earlier calls.
         return PlannedProgram(captured, self._planned.result.plan, exact=self._exact)
 
 
@@ -122,20 +122,20 @@ def remat(
     """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
 
     It composes with `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap` and `jax.lax.scan`, and can be a decorator. The
-    budget is that of the function and its derivative together: arguments, results, gradients and temporary values. When the
-    function is differentiated, it is traced and planned; the plan is compiled alone, at most four times, until its compiled
-    bytes keep the budget.
+    budget covers the function and its derivative together: arguments, results, gradients and temporary values. When the
+    function is differentiated, it is traced and planned; plans are compiled, at most four, until the compiled bytes keep the
+    budget.
 
     Args:
-        function: A function of arrays and nests of arrays, such as a loss.
-        budget: As in `plan`. None, without a plan and not exact, returns the function as it is.
+        function: A function of arrays and nests of arrays, like a loss.
+        budget: As in `plan`. None, if there is no plan and `exact` is False, returns the function as it is.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, or None for no limit.
         plan: A plan, or its file, to run instead of solving.
         costs: Where costs come from, as in `plan`.
         verify: False skips the compilations.
-        exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, so that XLA fuses no op
-            with another one. Without a budget everything is kept, with these bits. Second derivatives are not exact.
+        exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, and XLA fuses no two
+            ops. Without a budget everything is kept, with these bits. Second derivatives are not exact.
 
     Returns:
         A `PlannedFunction`; the decorator that makes one if ``function`` is left out.

@@ -58,7 +58,7 @@ def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpC
 
 
 def estimate(chain: Chain, device: str = "CPU") -> OpCost:
-    """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device of which there is a profile."""
+    """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device with a profile."""
     last = chain[-1].eqn
     made = {v for equation in chain for v in equation.outputs}
     read = [v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made]
@@ -66,7 +66,7 @@ def estimate(chain: Chain, device: str = "CPU") -> OpCost:
     kind = str(getattr(last.outvars[0].aval, "dtype", "float32")) if last.outvars else "float32"
     total = sum(flops(equation.eqn) for equation in chain)
     found = load_device(device)
-    if found.kind == "cpu":  # an op of a compiled program is no call, as it is in PyTorch, whose calls the profile has
+    if found.kind == "cpu":  # the profile has the time of a PyTorch call, which an op of a compiled program does not take
         found = msgspec.structs.replace(found, launch_ns=0)
     return OpCost(quantise(roofline_ns(found, flop=total, dtype=kind, moved_bytes=moved)), 0)
 
@@ -81,7 +81,7 @@ def environment() -> str:
 
 
 def signature(chain: Chain) -> str:
-    """Text of what an op computes: primitives, shapes, types, parameters, and which equation reads which."""
+    """Text that identifies the computation of an op: primitives, shapes, types, parameters, and which equation reads which."""
     number: dict[int, int] = {}
     lines: list[str] = []
     for equation in chain:
@@ -103,9 +103,9 @@ def _runs_alone(equation: Equation) -> bool:
 
 
 def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
-    """Time every op alone. All are compiled first, several at once: then nothing else runs while one is timed."""
+    """Time every op alone. All are compiled first, several at once, so nothing else runs while an op is timed."""
     with progress.shown("compiling ops to measure"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        # Settings of JAX such as `jax.enable_x64` are those of a thread: programs are traced in this one.
+        # Settings of JAX like `jax.enable_x64` belong to a thread, so programs are traced in this one.
         lowered = {key: _tried(chain, _lowered, chain) for key, chain in chains.items()}
         waiting = {key: pool.submit(program.compile) for key, program in lowered.items() if program is not None}
     with jax.ensure_compile_time_eval():
@@ -142,12 +142,12 @@ def _lowered(chain: Chain) -> Any:
 
 
 def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:
-    """Cost of an op, without the time of a call: within a step it is none. No op is faster than its estimate.
+    """Cost of an op, without the time of a call, which a compiled step does not make. No op is faster than its estimate.
 
-    Its workspace is what XLA allocates for it alone, such as the transposed copies of what a convolution reads.
+    The workspace of an op is the bytes that XLA allocates for it alone, like transposed copies of a convolution's inputs.
     """
     program = compiled.result()
-    with jax.ensure_compile_time_eval():  # the caller may be traced, as `remat` is: these are arrays all the same
+    with jax.ensure_compile_time_eval():  # these must be arrays even if the caller is traced, as `remat` is
         values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
     took_ns = _time_ns(functools.partial(program, *values)) - call_ns
     workspace_bytes = int(program.memory_analysis().temp_size_in_bytes)
@@ -155,7 +155,7 @@ def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:
 
 
 def _synthetic(aval: Any) -> np.ndarray[Any, Any]:
-    """An input to measure with: floats away from 0 and 1, else zeros, which are valid indices."""
+    """An input for measurements: floats away from 0 and 1; for other types zeros, which are valid indices."""
     if jnp.issubdtype(aval.dtype, jnp.floating):
         flat = np.resize(np.linspace(0.1, 0.9, min(math.prod(aval.shape), 1021) or 1), aval.shape)
         return flat.astype(aval.dtype)

@@ -1,4 +1,4 @@
-"""A whole step, such as loss, gradients and an Optax update, planned from shapes: no array is needed and nothing runs."""
+"""A whole step (loss, gradients, an Optax update), planned from shapes: no array is needed and nothing runs."""
 
 from __future__ import annotations
 
@@ -78,22 +78,22 @@ def plan(
 ) -> PlannedStep:
     """Plan a whole step from the shapes of its arguments; the step does not run.
 
-    The plan is compiled to read the bytes of its temporary values, and made again with a lower or higher target until they keep
-    the budget: at most four compilations.
+    The plan is compiled to read the bytes of its temporary values. A new plan with a lower or higher target follows until the
+    bytes keep the budget: at most four compilations.
 
     Args:
-        step: A function of arrays and nests of arrays, such as loss, gradients and an Optax update.
+        step: A function of arrays and nests of arrays, like loss, gradients and an Optax update.
         specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place.
-        budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share of
-            the step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything needs above that. None
-            keeps everything.
+        budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share
+            like ``"70%"``: the fixed bytes plus 70 % of the further bytes that keeping everything needs. None keeps
+            everything.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, or None for no limit.
         plan: A plan, or its file, to run instead of solving.
         costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
-            of a device, such as ``"H100"``, estimates for that device.
+            of a device, like ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
-        verify: False skips the compilations, so that `PlannedStep.temp_bytes` is None.
+        verify: False skips the compilations; `PlannedStep.temp_bytes` is then None.
         exact: True gives the same bits at every budget, as in `remat`.
 
     Returns:
@@ -177,7 +177,7 @@ def _captured(
         trace = trace_flat(flat, *arguments.arrays)
         ends = list(itertools.accumulate((len(Arguments.of((spec,), {}).arrays) for spec in specs), initial=0))
         positions = tuple(p for number in donated for p in range(ends[number], ends[number + 1]))
-        # A result takes over a donated buffer of the same shape and type.
+        # A result reuses a donated buffer of the same shape and type.
         results = [trace.types[v] for v in trace.results if isinstance(v, int)]
         reused = Counter(_types(results)) & Counter(_types([trace.types[trace.arguments[p]] for p in positions]))
         donated_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reused.elements())

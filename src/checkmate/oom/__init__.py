@@ -1,4 +1,4 @@
-"""Out-of-memory errors of PyTorch: read their text and memory snapshots, and say what filled the memory."""
+"""Out-of-memory errors of PyTorch: read their text and memory snapshots, and list the contents of the memory."""
 
 from checkmate.oom.answer import Holder, OutOfMemory, of_snapshot, of_text, read_oom
 from checkmate.oom.snapshot import read_snapshot

@@ -1,4 +1,4 @@
-"""`OutOfMemory`: what filled a device's memory, why the allocation failed, and what to change."""
+"""`OutOfMemory`: the contents of a device's memory, the cause of the failed allocation, and advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Holder(NamedTuple):
     """Blocks in use that were allocated at one line."""
 
     place: str  # file, line and function; "" if no stack was recorded
-    kind: str  # what was allocated, as far as the stack tells
+    kind: str  # of data, as far as the stack tells
     size_bytes: int
     blocks: int
 
@@ -69,7 +69,7 @@ class OutOfMemory:
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes for tensors on the device: what the allocator has, and what is free. Only an error tells the latter."""
+        """Bytes for tensors on the device: reserved and free memory. Only an error has the free bytes."""
         if self.reserved_bytes is None or self.requested_bytes is None:
             return None
         return self.reserved_bytes + (self.device_free_bytes or 0)
@@ -83,7 +83,7 @@ class OutOfMemory:
 
     @property
     def cause(self) -> Cause:
-        """Why the allocation failed."""
+        """Cause of the failed allocation."""
         if self.requested_bytes is None:
             return "no error recorded"
         if self.total_bytes is not None and self.requested_bytes > self.total_bytes:
@@ -130,7 +130,7 @@ class OutOfMemory:
         return [(name, text) for name, text in rows if text]
 
     def advice(self) -> tuple[str, ...]:
-        """Sentences on what to change."""
+        """Advice, in sentences."""
         said: list[str] = []
         if self.cause == "fragmentation" and not self.expandable:
             said.append(
@@ -204,7 +204,7 @@ _AMOUNT = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) (bytes|[KMGT]i?B)"
 def of_text(text: str) -> OutOfMemory:
     """Describe the last out-of-memory error in a text, such as a log. Its figures are rounded to 0.01 of their unit.
 
-    The forms of PyTorch 1.12 to 2.13 are known, of CUDA, ROCm and XPU devices. An amount that cannot be one is left out.
+    The forms of PyTorch 1.12 to 2.13 are known, of CUDA, ROCm and XPU devices. An impossible amount is left out.
     """
     asked = re.finditer(rf"out of memory\. Tried to allocate {_AMOUNT}", text)
     errors = [(match.start(), requested) for match in asked if (requested := _bytes(match)) is not None]
@@ -246,16 +246,16 @@ def of_text(text: str) -> OutOfMemory:
 def read_oom(
     error: BaseException | str, *, snapshot: str | os.PathLike[str] | None = None, device: int | None = None
 ) -> OutOfMemory:
-    """Read an out-of-memory error of PyTorch: what filled the memory, why it failed, and the budget that would fit.
+    """Read an out-of-memory error of PyTorch: the contents of the memory, the cause, and a budget that would fit.
 
     Args:
         error: The caught `torch.OutOfMemoryError`, or its text.
-        snapshot: A file of `torch.cuda.memory._dump_snapshot` made after the error, for what filled the memory. No code of
+        snapshot: A file of `torch.cuda.memory._dump_snapshot` made after the error, for the contents of the memory. No code in
             it is run.
-        device: Index of the device in the snapshot; by default that of the error.
+        device: Index of the device in the snapshot; by default the device of the error.
 
     Raises:
-        FileFormatError: The text is not that of such an error, or the file is not a memory snapshot.
+        FileFormatError: The text is no out-of-memory error, or the file is no memory snapshot.
         OptionError: The file cannot be opened.
 
     Examples:

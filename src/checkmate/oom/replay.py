@@ -44,7 +44,7 @@ class Moment:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments; those in use where the snapshot has no segments for them, as that of a plan."""
+        """Bytes of all segments; bytes in use if the snapshot has no segments, like the snapshot of a plan."""
         return max(self.allocated_bytes, sum(size for _, size in self.segments))
 
     @property
@@ -62,8 +62,8 @@ class Moment:
 def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
     """The moment of the last out-of-memory error; without one, of the largest use in the recording.
 
-    The state is reconstructed backwards from that of the snapshot, as PyTorch's viewer does it. The device is by default that of
-    an error, else that with the most reserved memory.
+    The state is reconstructed backwards from the snapshot, as in PyTorch's viewer. The default is the device of an error, else
+    the device with the most reserved memory.
     """
     at = _device(snapshot, device)
     trace = snapshot.device_traces[at] if at < len(snapshot.device_traces) else []
@@ -126,14 +126,14 @@ def _blocks(segment: Segment) -> list[tuple[int, tuple[int, Any]]]:
 
 
 def _peak(trace: list[Event], left_bytes: int) -> int:
-    """Number of events until the first moment at which most bytes are in use, found backwards from what is left."""
+    """Number of events until the first moment of largest use, found backwards from ``left_bytes``, the use at the end."""
     changes = (event.size if event.action == "alloc" else -event.size * (event.action in _FREED) for event in reversed(trace))
     held = list(accumulate(changes, sub, initial=left_bytes))[::-1]
     return held.index(max(held))
 
 
 def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[int, int]]:
-    """Address and bytes of each expandable segment before the events, from those after them; neighbours are joined."""
+    """Address and bytes of each expandable segment before the events, from the segments after them; neighbours are joined."""
     maps = [event for event in events if event.action in ("segment_map", "segment_unmap")]
     ranges = [*segments, *((event.addr, event.size) for event in maps)]
     ends = sorted({end for start, size in ranges for end in (start, start + size)})
@@ -153,7 +153,7 @@ def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[
 
 
 def _with_stacks(blocks: dict[int, tuple[int, Any]], before: list[Event]) -> tuple[BlockInUse, ...]:
-    """Blocks with the stacks of their allocations, which are among the events before the moment."""
+    """Blocks with the stacks of their allocations, found among the events before the moment."""
     allocated: dict[int, Any] = {}
     awaits: set[int] = set()
     for event in before:

@@ -1,7 +1,7 @@
-"""The format of `torch.cuda.memory._snapshot`: what the reader checks, and what `checkmate.report` writes.
+"""The format of `torch.cuda.memory._snapshot`: the reader checks it, and `checkmate.report` writes it.
 
-A pickle can run any program when it is loaded. Here all its opcodes are checked before the first of them is interpreted, and no
-name in it is looked up.
+A pickle can run any program when it is loaded. The reader checks all its opcodes before it interprets the first one, and looks
+up no name in it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     stream: int = 0
     time_us: int = 0
     device_free: Bytes | None = None  # only for "oom"
-    frames: Any = None  # as those of a block; None if stacks were not recorded
+    frames: Any = None  # as in a block; None if stacks were not recorded
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the allocators of all devices, and what they did before."""
+    """The state of the allocators of all devices, and their earlier events."""
 
     segments: list[Segment]
     device_traces: list[list[Event]] = []  # the latest events of each device
@@ -80,7 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_snapshot(path: str | os.PathLike[str], limit_bytes: int = 2 << 30) -> Snapshot:
-    """Read a file of `torch.cuda.memory._dump_snapshot` of limited size, which takes about ten times as much in memory."""
+    """Read a file of `torch.cuda.memory._dump_snapshot`; its size is limited, since it takes about ten times as much memory."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -109,7 +109,7 @@ def snapshot_of(content: Any) -> Snapshot:
 
 
 def frames_of(frames: Any) -> tuple[Frame, ...]:
-    """Check and convert the stack of a block or an event, which files share between many of these."""
+    """Check and convert the stack of a block or an event; a file shares one stack between many of them."""
     if not isinstance(frames, (list, tuple)):
         raise FileFormatError(f"not a memory snapshot: a stack is a {type(frames).__name__}")
     return tuple(map(_frame, frames))

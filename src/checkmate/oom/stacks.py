@@ -1,4 +1,4 @@
-"""From the stack of an allocation: the line of the user's code, and what was allocated, as far as a stack tells."""
+"""From the stack of an allocation: the line of the user's code, and the kind of data, as far as a stack tells."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OTHER = "other"
 _TORCH = re.compile(
     r"(?:^|/)(?:site|dist)-packages/torch/|^torch/"
     r"|/torch/(?:nn|optim|autograd|utils|_dynamo|_functorch|_inductor|cuda|amp|distributed|fx|_tensor\.py|_ops\.py|functional\.py)"
-    r"|/torchinductor_"  # code that Inductor wrote
+    r"|/torchinductor_"  # code that Inductor generated
 )
 _NOT_PYTHON = re.compile(r"^(?:\?\?)?$|\.(?:cpp|cc|cu|h|cuh|c|so)(?:$|[.:])|^<(?!ipython|stdin)")
 
 
 class Origin(NamedTuple):
-    """Where an allocation comes from."""
+    """The origin of an allocation."""
 
     place: str  # line and function of the innermost Python frame outside PyTorch; "" if there is none
     kind: str  # one of the constants of this module
@@ -88,6 +88,6 @@ def _path(frame: Frame) -> str:
 
 
 def _short(path: str) -> str:
-    """The path below the packages of an installation, else the last two parts of it."""
+    """The path below the packages of an installation, else its last two parts."""
     below = re.split(r"(?:site|dist)-packages/", path)[-1]
     return below if below != path else "/".join(path.split("/")[-2:])

@@ -1,4 +1,4 @@
-"""Activation checkpointing by regions: the policy nearest to a plan for those who cannot run the plan."""
+"""Activation checkpointing by regions: the policy nearest to a plan, for users who cannot run the plan."""
 
 from checkmate.regions.answer import RegionPolicy, choose_policy
 

@@ -1,4 +1,4 @@
-"""`RegionPolicy`: which modules to checkpoint and which ops to save in them, and what that costs beside a plan."""
+"""`RegionPolicy`: the modules to checkpoint, the ops to save in them, and the cost compared with a plan."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RegionPolicy:
 
     Attributes:
         budget_bytes: The budget.
-        save: What may be saved: ``"ops"``, ``"modules"`` or ``"nothing"``.
+        save: Kind of values that may be saved: ``"ops"``, ``"modules"`` or ``"nothing"``.
         saved: The checkpointed regions by module path, each with the ops that it saves: kind and number of earlier ops of that
             kind in the region.
         save_regions: Modules relative to a region that are saved in all regions; only with ``save="modules"``.
-        unwrapped: Regions that are not checkpointed, because there is memory for all that their backward needs.
+        unwrapped: Regions that are not checkpointed, because all values that their backward needs fit into memory.
         refused: Regions that cannot be checkpointed, with the reason.
         peak_bytes: Peak of the step under the policy.
         evaluated: The same step as a plan of the graph; ``overhead`` is its cost over computing each op once.
@@ -47,7 +47,7 @@ class RegionPolicy:
 
     @property
     def extra_overhead(self) -> float | None:
-        """Cost beyond that of the plan, over computing each op once; None without a plan."""
+        """Cost in excess of the plan's, over computing each op once; None without a plan."""
         return None if isinstance(self.planned, NoPlan) else self.evaluated.overhead - self.planned.overhead
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def choose_policy(
     region_bytes: int = 0,
     time_limit_s: float = 30.0,
 ) -> RegionPolicy:
-    """Choose regions of a step without its optimizer, and what they save, to compare with a plan within the same budget.
+    """Choose regions of a step without its optimizer, and the ops they save; compare with a plan within the same budget.
 
-    Saved are single ops, in each region separately, the same modules in all regions, or nothing. Regions are named by patterns,
-    as in `find_regions`, and each holds some bytes in addition.
+    The policy saves single ops in each region separately, the same modules in all regions, or nothing. Regions are named by
+    patterns, as in `find_regions`, and each holds some bytes in addition.
 
     Raises:
         InfeasibleBudgetError: Even with all regions checkpointed and nothing saved the step exceeds the budget.

@@ -1,6 +1,6 @@
-"""Regions of a step that activation checkpointing can recompute, and the plan that it runs with given regions and saved ops.
+"""Regions of a step that activation checkpointing can recompute, and the step's plan for given regions and saved ops.
 
-A region has the ops of one module, as its forward runs them.
+A region has the ops of one module, in the order of its forward.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from checkmate.studies.explain import module_of
 _NUMBERED = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")  # a path up to its first part that is a number
 
 Call = tuple[str, int]
-"""Kind of an op, and how many ops of that kind the region ran before it: how selective checkpointing tells them apart."""
+"""Kind of an op, and number of earlier ops of that kind in the region: selective checkpointing identifies ops by these."""
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
     """The forward ops of one module.
 
-    ``torch.utils.checkpoint`` runs a region again from its first op to the last one whose result its backward needs, as soon as
-    the backward needs any of them. Ops that are not needed on the way are run again too.
+    When the backward needs any result of a region, ``torch.utils.checkpoint`` runs the region again, from its first op to the
+    last one whose result its backward needs, needless ops between them included.
     """
 
     name: str  # path of the module
-    forward: tuple[int, ...]  # all of its ops in the forward; after the last one it returns
-    ops: tuple[int, ...]  # those that are run again, in the order of the program
+    forward: tuple[int, ...]  # all of its ops in the forward; it returns after the last one
+    ops: tuple[int, ...]  # ops that are run again, in the order of the program
     calls: Mapping[int, Call]  # kind and occurrence of each of these
     modules: tuple[str, ...]  # path of the module of each, relative to the region; "" for the region's own ops
     backward: frozenset[int]  # ops that read results of the region; the first of them starts the recomputation
@@ -89,7 +89,7 @@ def _matching(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
 def _region(graph: Graph, name: str, inside: Sequence[str], paths: Sequence[str], boundary: int) -> Region:
     forward = [o for o in range(boundary) if inside[o] == name]
     made = {v: o for o in forward for v in graph.ops[o].outputs}
-    # A backward op without a source may belong to any region: it starts the recomputation of the one that it reads.
+    # A backward op without a source may belong to any region: it starts the recomputation of the region that it reads.
     reads = {
         o: [v for v in op.inputs if v in made]
         for o, op in enumerate(graph.ops)
@@ -118,11 +118,11 @@ def _region(graph: Graph, name: str, inside: Sequence[str], paths: Sequence[str]
 
 
 Choice = Mapping[Region, frozenset[int]]
-"""The checkpointed regions, each with the ops that it saves. Regions that are not here keep what autograd saves."""
+"""The checkpointed regions, each with the ops that it saves. For other regions autograd saves values as usual."""
 
 
 class Schedule:
-    """Plans, peaks and costs of choices on one graph. The saved random state takes some bytes for each checkpointed region."""
+    """Plans, peaks and costs of choices on one graph. The random state saved for each checkpointed region takes some bytes."""
 
     def __init__(self, graph: Graph, regions: Sequence[Region], region_bytes: int = 0) -> None:
         self.graph, self.regions, self.region_bytes = graph, regions, region_bytes
@@ -138,7 +138,7 @@ class Schedule:
         return sum(ops[o].cost for region, saved in choice.items() for o in region.ops if o not in saved)
 
     def plan(self, choice: Choice) -> Plan:
-        """The plan of a choice: each region is run again before the first op of the backward that needs any of it."""
+        """The plan of a choice: each region is run again before the first backward op that needs any of its values."""
         order = list(range(self._boundary + 1))
         again: dict[Region, tuple[int, int]] = {}  # first and last position of the recomputation
         for o in range(self._boundary + 1, len(self.graph.ops)):
@@ -159,11 +159,11 @@ class Schedule:
         return self._known[key]
 
     def _with_late_frees(self, plan: Plan, choice: Choice, again: Mapping[Region, tuple[int, int]]) -> Plan:
-        """Free later what a checkpointed region frees later than its last read.
+        """Move frees to the places at which a checkpointed region frees values that it holds after their last read.
 
-        Results of saved ops are held until the recomputation is over, also those that no recomputed op reads. Every value of a
-        region is held until the forward of the module returns, and again until the recomputation is over: a variable of the
-        forward may hold it.
+        Results of saved ops are held until the recomputation is over, even if no recomputed op reads them. Every value of a
+        region is held until the forward of the module returns, and again until the recomputation is over, because a variable
+        of the forward may hold it.
         """
         saved = {o for region, ops in choice.items() if region in again for o in ops}
         late: dict[int, list[Step]] = {}

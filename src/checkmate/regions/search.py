@@ -14,7 +14,7 @@ from checkmate.regions.blocks import Choice, Region, Schedule
 
 @dataclass(frozen=True)
 class Unit:
-    """Ops of a region that are saved together; none leaves the region without checkpointing."""
+    """Ops of a region that are saved together; a unit without ops leaves the region without checkpointing."""
 
     region: Region
     ops: frozenset[int]
@@ -23,15 +23,15 @@ class Unit:
 
     @property
     def ratio(self) -> float:
-        """Cost that each byte saves."""
+        """Cost saved per byte."""
         return self.cost / max(1, self.size_bytes)
 
 
 def save_ops(schedule: Schedule, budget_bytes: int, plan: Plan | None, until: float) -> Choice | None:
     """Choose ops in each region separately, until ``time.perf_counter()``. None if no choice was found that keeps the budget.
 
-    Ops are taken in the order of the cost that each byte saves, as long as the peak keeps the budget; then some are exchanged
-    for others. A second start takes the ops that a plan computes once, and the better result counts.
+    Ops are taken in the order of the cost saved per byte, as long as the peak keeps the budget; then some are exchanged for
+    others. A second start takes the ops that a plan computes once. The better result is returned.
     """
     units = [unit for region in schedule.regions for unit in (*_op_units(schedule, region), _without(schedule, region))]
     search = _Exchange(schedule, units, budget_bytes)
@@ -52,8 +52,8 @@ def leave_out_regions(schedule: Schedule, budget_bytes: int, until: float) -> Ch
 def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[Choice, tuple[str, ...]] | None:
     """The cheapest choice of modules, relative to each region, whose ops are saved in all regions; None if none keeps the budget.
 
-    Sets are tried in the order of their cost until one keeps the budget, or the time is over; then it is the best one found by
-    adding one module after the other.
+    Sets are tried in the order of their cost until one keeps the budget. If the time ends before, the result is the best set
+    found by adding one module after another.
     """
     units = _module_units(schedule)
 
@@ -63,10 +63,10 @@ def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[C
     if schedule.peak_bytes(choice_of(())) > budget_bytes:
         return None
     cost = {name: sum(unit.cost for unit in found) for name, found in units.items()}
-    # The first set that fits is found among 2**20 at most, of the most costly modules.
+    # The first set that fits is found among at most 2**20 sets, of the most costly modules.
     names = sorted((name for name in units if cost[name]), key=lambda name: (cost[name], name))[-20:]
-    # Sets of modules that are left out, by their cost: after one comes that with its last module replaced by the next
-    # more costly one, and that with the next one added, so that every set is made once (Lawler 1972).
+    # Sets of modules to leave out, by their cost. Each set has two successors: its last module is replaced by the next
+    # more costly one, or that one is added. This makes every set once (Lawler 1972).
     heap: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     while heap and time.perf_counter() < until:
         lost, left_out = heapq.heappop(heap)
@@ -88,14 +88,14 @@ def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[C
 
 @dataclass(frozen=True)
 class _Exchange:
-    """A local search for the units to save: units that save more cost for each byte first, then others in place of each."""
+    """A local search for the units to save: first those that save most cost per byte, then exchanges of each for others."""
 
     schedule: Schedule
     units: Sequence[Unit]
     budget_bytes: int
 
     def improved(self, start: Sequence[Unit], until: float) -> Choice | None:
-        """The best choice found from a start, of which as much is taken as fits."""
+        """The best choice found from as many units of a start as fit."""
         begun = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), self._fits)
         if begun is None:
             return None
@@ -116,7 +116,7 @@ class _Exchange:
         return _choice(self.schedule, taken)
 
     def _filled(self, taken: Sequence[Unit], others: Iterable[Unit], until: float) -> list[Unit]:
-        """Units with each other one that still fits, one after the other."""
+        """The units taken, and one after another each of the others that still fits."""
         found = list(taken)
         for unit in others:
             if time.perf_counter() >= until:
@@ -133,7 +133,7 @@ class _Exchange:
 
 
 def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool]) -> list[Unit] | None:
-    """The longest prefix that fits, found by bisection, as peaks grow with what is saved; None if not even none does."""
+    """The longest prefix that fits, by bisection, because peaks grow with the saved bytes; None if the empty one does not."""
     if not fits([]):
         return None
     low, high = 0, len(units)
@@ -156,8 +156,8 @@ def _choice(schedule: Schedule, taken: Iterable[Unit]) -> Choice:
 def _op_units(schedule: Schedule, region: Region) -> list[Unit]:
     """One unit for each op with a result, and one for all random ops.
 
-    A saved op is not run again and draws no random numbers: every random op after it would draw others than in the forward, and
-    the gradients would be wrong without any error. So all random ops of a region are saved, or none.
+    A saved op is not run again and draws no random numbers: later random ops would draw other numbers than in the forward, and
+    the gradients would be wrong without any error. Therefore all random ops of a region are saved, or none.
     """
     random = frozenset(o for o in region.ops if schedule.graph.ops[o].replay_bytes)
     groups = [frozenset((o,)) for o in region.ops if o not in random and _bytes(schedule, o)]
@@ -165,7 +165,7 @@ def _op_units(schedule: Schedule, region: Region) -> list[Unit]:
 
 
 def _module_units(schedule: Schedule) -> dict[str, list[Unit]]:
-    """Units by relative path of the module; none whose random ops are not all the random ops of the region."""
+    """Units by relative path of the module; modules with some but not all random ops of a region are left out."""
     found: dict[str, list[Unit]] = {}
     refused: set[str] = set()
     for region in schedule.regions:
@@ -181,7 +181,7 @@ def _module_units(schedule: Schedule) -> dict[str, list[Unit]]:
 
 
 def _without(schedule: Schedule, region: Region) -> Unit:
-    """The unit that leaves a region without checkpointing: autograd keeps what the backward needs."""
+    """The unit that leaves a region without checkpointing: autograd keeps the values that the backward needs."""
     graph = schedule.graph
     storages = {graph.root[v] for v in region.needed}
     cost = sum(graph.ops[o].cost for o in region.ops)

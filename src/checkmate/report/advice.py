@@ -32,7 +32,7 @@ def how_to_run(graph: Graph, peak_bytes: int, plan_file: str) -> Iterator[Markup
 def next_budgets(
     timeline: Timeline, keep_all_bytes: int, result: Result | None, curve: Curve | None, graph_file: str
 ) -> Iterator[Markup]:
-    """Which budget to try, and what else would help, from the numbers of a plan."""
+    """The budget to try next and other advice, from the numbers of a plan."""
     graph, peak, file = timeline.graph, timeline.peak_bytes, shlex.quote(graph_file)
 
     def plan(budget: str, more: str = "") -> Markup:
@@ -40,7 +40,7 @@ def next_budgets(
 
     least = floor(graph)
     overhead = timeline.cost / graph.cost if graph.cost else 1.0
-    expensive = 1.2  # overhead from which more memory is worth a try
+    expensive = 1.2  # overhead above which to try more memory
     lower = [] if curve is None else [point for point in curve.points if point.peak_bytes < peak]
     if peak >= keep_all_bytes:
         yield Markup("This plan saves no memory. Try a smaller budget: {}").format(plan("50%"))

@@ -63,8 +63,8 @@ def embedded(graph: Graph, runs: Sequence[NamedPlan], budget_bytes: int | None) 
 def _code(graph: Graph, step: Step) -> int:
     """A step as a number.
 
-    That is o for a computation of op o, -1 - v for a free of value v, and, with n values, -2 - n - v for a fetch of v and
-    -1 - n for any other copy.
+    With n values: o for a computation of op o, -1 - v for a free of value v, -2 - n - v for a fetch of v, and -1 - n for any
+    other copy.
     """
     if isinstance(step, Compute):
         return step.op

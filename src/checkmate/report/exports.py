@@ -114,7 +114,7 @@ def memory_snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
     left = [*([resident] if graph.resident_bytes else []), *blocks.values()]
     content = msgspec.to_builtins(Snapshot(segments=[_segment(each) for each in left], device_traces=[events]))
     for event in content["device_traces"][0]:
-        del event["device_free"]  # only the events of errors have it
+        del event["device_free"]  # only events of errors have it
     return content
 
 

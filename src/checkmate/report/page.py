@@ -32,7 +32,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageText:
-    """Text of a page that its numbers do not give.
+    """Text of a page in addition to its numbers.
 
     Attributes:
         summary: First paragraph; by default made from the numbers.
@@ -60,7 +60,7 @@ def html_report(
 ) -> str:
     """Render a plan as one HTML page: memory over the step, schedule, contents of the peak, recomputed ops.
 
-    The page loads nothing. Every number comes from `checkmate.simulate`, or the page computes it from the same steps.
+    The page loads nothing. Every number comes from `checkmate.simulate`, or the page computes it from the simulated steps.
 
     Args:
         graph: The graph.
@@ -68,7 +68,7 @@ def html_report(
         against: Another plan of the graph to compare with.
         result: Result of the solve that found the plan, to show its lower bound.
         curve: Plans and bounds by budget, drawn with the point of this plan; needs the `plot` extra.
-        budget_bytes: Budget to draw as a line; that of the result by default.
+        budget_bytes: Budget to draw as a line; by default the result's.
         title: Heading; by default from the graph's name and the peak.
         text: Further text.
 
@@ -228,8 +228,8 @@ def _sections(timeline: Timeline, others: Sequence[Timeline], curve: Curve | Non
 
 
 def _curve(timeline: Timeline, curve: Curve) -> str:
-    """The figure of a curve in base64. As an image it has its own styles, which the policy of the page would refuse."""
-    from checkmate.plot import pareto_curve, themed_svg  # first: it names the extra that is missing
+    """The figure of a curve in base64. An image keeps its own styles; the policy of the page would refuse them otherwise."""
+    from checkmate.plot import pareto_curve, themed_svg  # first, because its error names the missing extra
 
     from matplotlib.figure import Figure  # isort: skip
 

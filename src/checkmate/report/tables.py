@@ -34,7 +34,7 @@ class Markup(str):
         return Markup(super().format(*map(_safe, values), **{name: _safe(value) for name, value in named.items()}))
 
     def join(self, parts: Iterable[str], /) -> Markup:
-        """The parts with this between them."""
+        """The parts with this markup between them."""
         return Markup(super().join(str(_safe(part)) for part in parts))
 
 

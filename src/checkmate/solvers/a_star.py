@@ -13,13 +13,13 @@ from checkmate.solvers.session import Session
 
 @dataclass(frozen=True, slots=True)
 class AStar:
-    """Exact for any order and any number of recomputations, where few states are within reach.
+    """Exact for any order and any number of recomputations, if few states can be reached.
 
-    A* (Hart, Nilsson and Raphael, 1968) over the values that are live. A move computes one op, after
-    dropping one of the smallest sets of values that make room for it; the cost of what must still run is the
-    estimate. States that cannot beat the best plan are never stored. Small graphs, and long chains with
-    room for few values, are solved; when the time or ``max_states`` ends the search, the least cost
-    of what it has not expanded is a proven bound.
+    A* (Hart, Nilsson and Raphael, 1968) over sets of live values. A move computes one op, after
+    dropping one of the minimal sets of values that make room for it; the estimate is the cost of the ops
+    that must still run. States that cannot beat the best plan are never stored. It solves small graphs, and
+    long chains with room for few values; when the time or ``max_states`` ends the search, the least cost
+    of the states not yet expanded is a proven bound.
 
     Attributes:
         max_states: Most states to store, of about 100 bytes.

@@ -1,4 +1,4 @@
-"""A flag in memory that says when a solve's time is up, for compiled code, which cannot look at a clock."""
+"""A flag in memory that is raised when a solve's time is up, for compiled code, which cannot read a clock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Flag = npt.NDArray[np.int32]
 
 
 def no_alarm() -> Flag:
-    """A flag that nothing raises."""
+    """A flag that is never raised."""
     return np.zeros(1, dtype=np.int32)
 
 
 class Alarm:
-    """Raises its flag when a clock has run out, from a thread: kernels run without the interpreter's lock (`kernel`).
+    """Raises its flag from a thread when a clock has run out: kernels run without the interpreter's lock (`kernel`).
 
     Args:
         left_s: Seconds left, possibly infinite; no thread is started then.
@@ -35,11 +35,11 @@ class Alarm:
 
     @property
     def is_set(self) -> bool:
-        """Whether it has been set and not been turned off since."""
+        """Whether the alarm was set and not turned off since."""
         return self._ended is not None
 
     def set(self) -> None:
-        """Wait for the clock from now on; a flag that was raised is lowered if there is time left."""
+        """Wait for the clock from now on; lower a raised flag if there is time left."""
         self.off()
         self.flag[0] = self._left_s() <= 0
         self._ended = threading.Event()
@@ -47,7 +47,7 @@ class Alarm:
             threading.Thread(target=self._wait, args=(self._ended,), daemon=True, name="checkmate-alarm").start()
 
     def off(self) -> None:
-        """Wait no longer. The flag stays as it is."""
+        """Stop waiting; the flag does not change."""
         if self._ended is not None:
             self._ended.set()
         self._ended = None

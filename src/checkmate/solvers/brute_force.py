@@ -1,4 +1,4 @@
-"""Every schedule of a tiny graph: the oracle of the tests."""
+"""A search of every schedule of a tiny graph: the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Exhaustive:
             if state.computed & bit:
                 if self.once[o] or (op.replay_bytes and not state.replaying & bit):
                     continue
-                holds = (0, 1) if op.replay_bytes else (0,)  # keep the replay state for one more time, or not
+                holds = (0, 1) if op.replay_bytes else (0,)  # whether to keep the replay state for another computation
             else:
                 if self.before[o] & ~state.computed:
                     continue
@@ -125,7 +125,7 @@ class _Exhaustive:
                     yield o, _State(state.computed | bit, storage, after)
 
     def _computed(self, state: _State, o: int) -> tuple[tuple[int, ...], int]:
-        """Storages after an op, and the bytes live while it runs, workspace left out."""
+        """Storages after an op, and the bytes live while it runs, without workspace."""
         graph = self.graph
         storage = list(state.storage)
         fresh = max((*storage, -1)) + 1

@@ -1,4 +1,4 @@
-"""A folded graph as flat arrays: what all compiled searches read."""
+"""A folded graph as flat arrays, which all compiled searches read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OP = np.dtype(
         ("cost", "f8"),
         ("workspace", "f8"),
         ("replay", "f8"),
-        ("reads", "i8"),  # start of its values in `FlatGraph.reads`; those of the next op end them
+        ("reads", "i8"),  # start of its values in `FlatGraph.reads`; they end where those of the next op start
         ("writes", "i8"),
-        ("last_stage", "i8"),  # last stage in which it may run: that of the first op that overwrites its inputs
+        ("last_stage", "i8"),  # last stage in which it may run: the stage of the first op that overwrites its inputs
         ("once", "i8"),  # whether it may run only once
     ]
 )
@@ -41,10 +41,10 @@ VALUE = np.dtype(
 
 
 class FlatGraph(NamedTuple):
-    """A folded graph, as numba takes it: records of ops and values, and the values that ops read and write, op after op.
+    """A folded graph for numba: records of ops and values, and the values that ops read and write, op after op.
 
-    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that no further rule
-    is needed for what must be live at the end. Ops after END are moves (`with_stages`); one record more ends the last row.
+    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value. Therefore no other rule
+    is needed to keep values live to the end. Ops after END are moves (`with_stages`); one more record ends the last row.
     Bytes and costs are float64, which is exact below 2^53.
     """
 
@@ -58,16 +58,16 @@ class FlatGraph(NamedTuple):
 
 
 class Move(NamedTuple):
-    """An op beside those of the graph, which costs nothing and runs once: what a copy to or from the host does to a value."""
+    """An op in addition to the graph's, which costs nothing and runs once: the effect of a copy to or from the host."""
 
     value: int
-    fetches: bool  # whether it makes a new instance of the value; otherwise it reads the newest, which is held to there
+    fetches: bool  # whether it makes a new instance of the value; otherwise it reads the newest, which is held until then
 
 
 def flatten(problem: Problem) -> FlatGraph:
     """The arrays of a problem whose views are folded, with a stage for each op in the graph's own order.
 
-    A view that folding left counts as a read of its storage's owner too.
+    If folding left a view, reading it also reads the owner of its storage.
     """
     graph = problem.graph
     count = len(graph.ops)
@@ -89,8 +89,8 @@ def flatten(problem: Problem) -> FlatGraph:
     values["fetched_at"] = NEVER
     for op in graph.ops:
         values["slot"][list(op.outputs)] = range(len(op.outputs))
-    # A view that folding left is tied to its place by a rule and keeps the instance that it was made from. If the owner were
-    # evicted and made again, both instances would be live and the bytes counted here too few.
+    # If folding left a view, a rule ties the view to its place, and the view keeps its owner's instance. If the owner were
+    # evicted and made again, both instances would be live, and the bytes counted here would be too few.
     viewed = np.zeros(len(values), dtype=np.bool_)
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
     values["evictable"] = (ops["once"][values["producer"]] == 0) & (values["size"] > 0) & ~viewed
@@ -105,9 +105,9 @@ def flatten(problem: Problem) -> FlatGraph:
 def with_stages(
     given: FlatGraph, order: Ints, on_demand: Sequence[int], moved: Ints, fetches: npt.NDArray[np.bool_]
 ) -> FlatGraph:
-    """The graph with a stage for each op of an order that is not on demand, moves as ops from that after END on.
+    """The graph with a stage for each op of an order that is not on demand, and with moves as ops after END.
 
-    `moved` has the value of each move, `fetches` whether it makes a new instance of it (`Move`).
+    `moved` has the value of each move, `fetches` whether the move makes a new instance of it (`Move`).
     """
     end = len(given.ops) - 2
     staged = np.ones(end + 1 + len(moved), dtype=np.bool_)
@@ -129,7 +129,7 @@ def with_stages(
 
 
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists in compressed sparse rows: the start of each and the end of the last, and all entries and an unused one."""
+    """Lists in compressed sparse rows: the start of each list and the end of the last; all entries, and one unused entry."""
     starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
     return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
 
@@ -139,7 +139,7 @@ def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
 
 
 def _last_stages(overwritten: Ints, stage: Ints) -> Ints:
-    """Last stage in which each op may run: also in that of the op that overwrites its inputs, which is computed last in it."""
+    """Last stage in which each op may run: that of the op that overwrites its inputs, because a stage computes its op last."""
     last_stage = np.full(len(stage), NEVER, dtype=np.int64)
     np.minimum.at(last_stage, overwritten[:, 0], stage[overwritten[:, 1]])
     return last_stage

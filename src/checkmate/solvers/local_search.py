@@ -13,9 +13,9 @@ from checkmate.solvers.tunables import TUNABLES, suggested_decodes
 
 @dataclass(frozen=True, slots=True)
 class LocalSearch:
-    """Evict at the peak what is cheapest to compute again per byte, then undo some evictions and repair.
+    """Evict the values at the peak that are cheapest to compute again per byte, then undo some evictions and repair.
 
-    Anytime: the first plan is there in a fraction of a second, better ones follow. Any op may be computed any number of
+    Anytime: the first plan is found in a fraction of a second, better ones follow. Any op may be computed any number of
     times, and forward ops that only the backward pass needs are first computed there. It proves nothing. The neighbourhood
     is ruin and recreate (Schrimpf et al. 2000); the code by intervals of absence is our own, see `checkmate.solvers.evict`.
 
@@ -39,7 +39,7 @@ class LocalSearch:
             found = True
             session.offer(fold.invert(search.order()))
             decodes = suggested_decodes(len(folded.graph.ops)) if self.decodes is None else self.decodes
-            for _ in range(4):  # each from the best plan, and with the temperature at its start again
+            for _ in range(4):  # each from the best plan and the initial temperature
                 if session.left_s() <= 0 or session.gap <= 0:
                     break
                 if search.improve(decodes // 4, TUNABLES.temperature, lambda: session.left_s() <= 0):

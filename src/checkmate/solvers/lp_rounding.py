@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats
 
 _SWEEP: Final = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)
-"""Thresholds, the paper's first; lower ones hold more and recompute less, and are likelier to break the budget."""
+"""Thresholds, the paper's first; lower ones hold more, recompute less, and are more likely to break the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class LpRounding:
-    """Solve the relaxation of `Milp`'s program, round which values are held, and compute what is then missing.
+    """Solve the relaxation of `Milp`'s program, round which values are held, and compute the missing values.
 
     Jain et al. (2020), section 5.1 and algorithm 2: S is rounded, at a threshold or at random with S as the
-    probability, and R has the fewest computations for it. A rounded plan may break the budget, so the relaxation is
-    solved at a share of it; the paper's 0.9 is one of those that are swept here, from the whole budget down.
+    probability, and R has the fewest computations for that S. A rounded plan may break the budget, so the relaxation is
+    solved at a share of the budget; the shares swept here, from the whole budget down, include the paper's 0.9.
 
     Attributes:
-        threshold: Share of S from which on a value is held; None sweeps 0.1, 0.2, ... 0.9.
+        threshold: Least S at which a value is held; None sweeps 0.1, 0.2, ... 0.9.
         samples: Random roundings for each share, from the seed of the limits.
         shares: Shares of the budget at which the relaxation is solved.
-        max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
+        max_ops: Larger graphs (views not counted) are refused: the program grows with the square of the ops.
     """
 
     threshold: float | None = None

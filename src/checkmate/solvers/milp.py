@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Milp:
     """Frontier-advancing stages as a mixed-integer program: exact in its class.
 
-    Stage t ends with the first computation of op t in the graph's order and before it may compute any
-    earlier op again, once, ascending. That is the class of Jain et al. (2020), eq. 9. A bound on it is not a bound on
+    Stage t ends with the first computation of op t in the graph's order. Before that it may compute any earlier
+    ops again, each once, in ascending order. That is the class of Jain et al. (2020), eq. 9. A bound on it is not a bound on
     plans of other orders, so it is reported by name, and ``Result.bound`` comes from event cuts. A view that a rule ties to
-    its place is taken to need its storage's owner too, which can only rule plans out. Liveness is modelled by the last
-    reader in a stage instead of by FREE, which is tighter. The engine starts from a plan of the local search, which took
+    its place is assumed to need its storage's owner too, which can only exclude plans. Liveness is modelled by the last
+    reader in a stage instead of by FREE, which is tighter. The engine starts from a plan of the local search: that took
     MobileNet (185 ops) from 8.3 to 1.0 s.
 
     Attributes:
-        max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
+        max_ops: Larger graphs (views not counted) are refused: the program grows with the square of the ops.
     """
 
     max_ops: int = 400
@@ -62,7 +62,7 @@ class Milp:
         solved = solve_integer(
             program,
             time_s=session.left_s(),
-            # The tolerances of engines are ten times the least gap.
+            # Engines have tolerances of ten times the least gap.
             absolute_gap=max(1e-7, gap),
             threads=session.limits.threads,
             start=None if quick is None else stages.solution(quick),
@@ -88,7 +88,7 @@ class Milp:
             if any_order and share >= 0:
                 session.prove(fold.original.cost + share * max(1, folded.graph.cost))
 
-        until = session.elapsed_s() + 5.0  # that closes many moderate budgets
+        until = session.elapsed_s() + 5.0  # enough to close the gap at many moderate budgets
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
 

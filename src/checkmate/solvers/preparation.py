@@ -1,4 +1,4 @@
-"""Work that is needed once in a process, such as compiling kernels: it is announced, and no time limit counts it."""
+"""Work that is needed once in a process, like compiling kernels: it is announced, and no time limit counts it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 _log = logging.getLogger(__name__)
 
 Announce = Callable[[str], AbstractContextManager[None]]
-"""Makes a context that shows what is being done while it lasts."""
+"""Makes a context that shows a description of the work while it lasts."""
 
 _announcers: list[Announce] = []
 
 
 class _Stopwatch:
-    """Seconds of preparations so far; those that overlap, within each other or in several threads, count once."""
+    """Seconds of preparations so far; preparations that overlap, nested or in several threads, count once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -33,7 +33,7 @@ _STOPWATCH = _Stopwatch()
 
 
 def announce_with(announce: Announce) -> None:
-    """Have preparations announced, which may take longer than a solve; it is called with what is being done."""
+    """Announce preparations, which may take longer than a solve, by a function that is called with a description."""
     _announcers[:] = [announce]
 
 
@@ -44,7 +44,7 @@ def prepared_s() -> float:
 
 @contextmanager
 def preparing() -> Generator[None]:
-    """A context whose time no solve counts."""
+    """A context whose time is counted by no solve."""
     watch = _STOPWATCH
     with watch.lock:
         outermost = not watch.under_way

@@ -1,4 +1,4 @@
-"""Solvers by name, those of other packages included."""
+"""Solvers by name, including those of other packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 def available() -> dict[str, type[Solver]]:
     """Solver classes by name, in alphabetical order.
 
-    One that cannot be imported is left out, with a warning in the log.
+    A solver that cannot be imported is left out, with a warning in the log.
     """
     found: dict[str, type[Solver]] = {}
     for name, entry in _entries().items():
@@ -35,10 +35,10 @@ def by_name(name: str) -> Solver:
     """A solver with its default options.
 
     Args:
-        name: Name of its entry point, such as ``"auto"``; `available` lists them.
+        name: Name of its entry point, like ``"auto"``; `available` lists them.
 
     Raises:
-        OptionError: There is no such solver, or it cannot be imported or made.
+        OptionError: No solver has this name, or it cannot be imported or made.
     """
     entries = _entries()
     if name not in entries:
@@ -61,7 +61,7 @@ def made(name: str, kind: type[Solver]) -> Solver:
         if not callable(getattr(solver, "run", None)):
             raise TypeError("it has no method `run`")
         return solver
-    except (Exception, SystemExit) as error:  # whatever a plug-in does
+    except (Exception, SystemExit) as error:  # a plug-in can raise anything
         raise OptionError(
             f"solver {name!r} cannot be made: {_said(error)}",
             hint="update, reinstall or uninstall the package that provides it",
@@ -69,7 +69,7 @@ def made(name: str, kind: type[Solver]) -> Solver:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # slow to import, and planning alone does without
+    from importlib.metadata import entry_points  # slow to import, and planning alone does not need it
 
     return {entry.name: entry for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
 
@@ -82,7 +82,7 @@ def _load(entry: EntryPoint) -> type[Solver]:
         raise TypeError(f"{kind!r} is no class of solvers")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a plug-in does when it is imported, `sys.exit` too
+    except BaseException as error:  # the import of a plug-in can raise anything, also by `sys.exit`
         raise OptionError(
             f"solver {entry.name!r} cannot be imported from {entry.value}: {_said(error)}",
             hint="update, reinstall or uninstall the package that provides it",
@@ -90,5 +90,5 @@ def _load(entry: EntryPoint) -> type[Solver]:
 
 
 def _said(error: BaseException) -> str:
-    """An error in words; that of `sys.exit` says nothing by itself."""
+    """An error in words; the text of `sys.exit`'s error is not enough."""
     return f"it ended the program: {error!r}" if isinstance(error, SystemExit) else str(error) or type(error).__name__

@@ -29,8 +29,8 @@ class Solver(Protocol):
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search until a limit of the session is met.
 
-        Plans go to `Session.offer` and proven bounds to `Session.prove` as soon as they are found, so
-        that nothing is lost when the user interrupts.
+        A solver passes plans to `Session.offer` and proven bounds to `Session.prove` as soon as it finds them:
+        nothing is lost if the user interrupts.
 
         Args:
             problem: The problem.
@@ -43,7 +43,7 @@ class Solver(Protocol):
 
 
 class Session:
-    """A solve in progress: takes a solver's plans and bounds, and tells it when to stop.
+    """A solve in progress: takes a solver's plans and bounds, and tells the solver when to stop.
 
     Args:
         problem: The problem.
@@ -56,7 +56,7 @@ class Session:
         plan: The best plan so far that keeps the budget, or None.
         cost: Its cost, or None.
         bound: The best proven lower bound so far; infinite if no plan keeps the budget.
-        smallest: The smallest peak that was found on the way, if it was looked for.
+        smallest: The smallest peak found, if the solver looked for it.
         history: Improvements so far.
         remarks: Notes of the solver for the user.
     """
@@ -78,17 +78,17 @@ class Session:
 
     @property
     def time_up(self) -> Flag:
-        """A flag for kernels, raised when the time is up; `close` ends the thread behind it."""
+        """A flag for kernels that is raised when the time is up; `close` ends the thread behind it."""
         if not self._alarm.is_set:
             self._alarm.set()
         return self._alarm.flag
 
     @contextmanager
     def within(self, until_s: float) -> Generator[None]:
-        """A context in which `time_up` is raised at a moment before the session's own end already.
+        """A context in which `time_up` is raised at a given moment, before the session's end.
 
         Args:
-            until_s: The moment, as `elapsed_s` counts.
+            until_s: The moment, on the clock of `elapsed_s`.
         """
         self._until = until_s
         self._alarm.set()
@@ -99,18 +99,18 @@ class Session:
             self._alarm.set()
 
     def close(self) -> None:
-        """Raise no flag any more."""
+        """Stop raising flags."""
         self._alarm.off()
 
     def elapsed_s(self) -> float:
-        """Wall seconds since the solve began, without those of preparations."""
+        """Wall seconds since the solve began, without preparations."""
         return time.perf_counter() - prepared_s() - self._started
 
     def prepare(self, load: Callable[[], object]) -> None:
-        """Do work that is needed once in a process, such as importing an engine, without counting its time.
+        """Do work that is needed once in a process, like importing an engine, without counting its time.
 
         Args:
-            load: Does it; called once.
+            load: Function that does the work; called once.
         """
         with preparing():
             load()
@@ -118,8 +118,8 @@ class Session:
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.
 
-        What it takes to make and check a plan, and a half more, is kept back: that is seconds on 100,000 ops, and the best
-        plan is checked once more at the end.
+        One and a half times the time of making and checking a plan is reserved, because the best plan is checked once more at
+        the end: seconds on 100,000 ops.
         """
         if self.limits.time_s is None:
             return math.inf
@@ -127,7 +127,7 @@ class Session:
 
     @contextmanager
     def checking(self) -> Generator[None]:
-        """A context in which a plan is made and offered: as long as the longest so far is kept back from the time left."""
+        """A context in which a plan is made and offered; the longest time of one so far is reserved from the time left."""
         began = self.elapsed_s()
         try:
             yield
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def gap(self) -> float:
-        """Largest share of the best cost that another plan can save, by the bound; 1 without a plan."""
+        """Largest share of the best cost that another plan could save according to the bound; 1 without a plan."""
         if self.cost is None:
             return 1.0
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def decided(self) -> bool:
-        """Whether a plan is as cheap as the target, or none is proven to be."""
+        """Whether a plan as cheap as the target is found, or proven not to exist."""
         target = self.limits.target_cost
         return target is not None and ((self.cost is not None and self.cost <= target) or self.bound > target)
 
@@ -187,7 +187,7 @@ class Session:
             PlanError: The plan cannot be run.
         """
         host = self.problem.host
-        # Whatever a solver claims, cost and peak are those of the simulated plan.
+        # Cost and peak come from the simulated plan, not from the solver.
         timeline = simulate(self.problem.graph, plan, host)
         if timeline.peak_bytes > self.problem.budget_bytes:
             return None
@@ -202,7 +202,7 @@ class Session:
         """Take a proven lower bound on the cost of every plan; infinite if no plan keeps the budget.
 
         Costs are whole, so a bound is rounded up. Before that it is lowered by a millionth, the tolerance of the engines
-        and more than the rounding of the sums behind it: else a bound of 100.0000001 would become 101.
+        and more than the rounding of sums: else a bound of 100.0000001 would become 101.
 
         Args:
             bound: The bound, in the graph's cost unit.
@@ -230,6 +230,6 @@ class Session:
 
 
 def _rounded_down(cost: int) -> float:
-    """The largest float that is no larger: costs above 2^53 have none of their own, and a bound may not be rounded up."""
+    """The largest float up to a cost: not every cost above 2^53 is a float, and a bound may not be rounded up."""
     near = float(cost)
     return near if near <= cost else math.nextafter(near, 0.0)

@@ -52,14 +52,14 @@ def solve(
 ) -> Result | NoPlan:
     """The cheapest plan that a solver finds within the budget, with a proven bound on the cost of all others.
 
-    A solver's answer is a claim: its plan is validated and simulated here, and every number of the
-    result comes from that. Ctrl-C returns the best plan so far.
+    A solver's answer is a claim: its plan is validated and simulated here, and the simulation gives every
+    number of the result. Ctrl-C returns the best plan so far.
 
     Args:
         problem: Graph and budget.
         solver: The solver and its options; `Auto` by default.
         limits: Time, gap, threads and seed.
-        initial: A plan to start from, such as one of a smaller budget; it counts as found if it keeps the budget.
+        initial: A plan to start from, like one for a smaller budget; it counts as found if it keeps the budget.
         on_progress: Called with every improvement of the cost or the bound.
         raise_on_failure: Whether to raise an exception if there is no plan; otherwise a `NoPlan` is returned.
 
@@ -71,7 +71,7 @@ def solve(
         PlanNotFoundError: No plan was found within the limits.
         PlanError: The initial plan was made for another graph or breaks a rule of the problem.
         SolverError: The solver offered an invalid plan or bound; a bug of the solver.
-        OptionError: The problem has a host, and the solver does not plan copies; or it is no problem.
+        OptionError: The problem has a host, and the solver does not plan copies; or ``problem`` is no `Problem`.
 
     Examples:
         >>> import checkmate
@@ -88,8 +88,8 @@ def solve(
     session = Session(problem, Limits() if limits is None else limits, on_progress)
     if initial is not None:
         _offer(initial, session)
-    # Most solvers would search for their whole time limit below the floor, which takes hundredths of a second. On 100,000 ops it
-    # takes as long as making a plan does: so much is kept back for a refusal.
+    # Below the floor most solvers would search for their whole time limit. The floor takes hundredths of a second; on 100,000 ops
+    # it takes as long as making a plan does, and that time is reserved for a refusal.
     with session.checking():
         lowest = floor(problem.graph, copies=problem.host is not None)
     try:
@@ -149,11 +149,11 @@ def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, ter
         error = SolverError(f"{solver!r} returned a plan that does not hold: {broken[0].message}")
         error.add_note(f"graph {graph.digest}, budget {problem.budget_bytes}; {len(broken)} violations")
         raise error
-    # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
+    # A bound above a valid plan's cost is wrong, and an error is better than a false proof of optimality.
     if session.bound > cost:
         raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of the plan that it found")
-    # Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened by two: a smaller gap is
-    # not told from none.
+    # Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened by two: a smaller gap
+    # counts as none.
     proven = cost - session.bound < 1 or session.gap <= 2e-6
     reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
     limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
@@ -228,15 +228,15 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
 
 
 def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
-    """The smallest peak that the session's time is enough for; soon where the floor refuses, or no time is left.
+    """The smallest peak found in the session's time; a quick search if the budget is below the floor, or no time is left.
 
-    It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
+    The search does not depend on the budget: a solve within the peak named by a refusal searches the same way, and finds it.
     """
     graph, left = problem.graph, min(session.left_s(), 20.0)
     near = 0
     if problem.budget_bytes < lowest.peak_bytes:
-        # A user who asked for too little wants to know soon, and a peak 10 % above the floor is near it. On over 30,000 ops the
-        # search has more seconds, in proportion: on 100,000 it takes four to begin.
+        # A user who asked for too little wants to know soon, and a peak 10 % above the floor is near enough. On over 30,000 ops
+        # the search has more seconds, in proportion: on 100,000 it takes four to begin.
         near = graph.resident_bytes + int(1.1 * (lowest.peak_bytes - graph.resident_bytes))
         left = min(0.5 * left, 3.0 * max(1.0, len(graph.ops) / 30_000))
     seed, before = session.limits.seed, session.smallest
@@ -248,18 +248,18 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
         found = before
     if problem.host is None:
         return found
-    # Plans with copies can peak lower than the one that was found, but not below their own floor.
+    # Plans with copies can peak lower than the plan found, but not below their own floor.
     name = "" if lowest.op is None else graph.ops[lowest.op].name
     return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
 
 
 def unit_question(budget: Budget, budget_bytes: int, needed_bytes: int = 0) -> str:
-    """Ask whether a unit was left out of a budget that no step has.
+    """A question to the user: whether a budget that is too small for any step lacks its unit.
 
     Args:
         budget: The budget as it was written.
         budget_bytes: The budget in bytes.
-        needed_bytes: A budget that a plan keeps: the unit that is asked about makes at least so much of the number.
+        needed_bytes: A budget that a plan keeps; with the unit in the question the number is at least this budget.
     """
     if budget_bytes >= 1024 or not budget.has_no_unit:
         return ""

@@ -16,9 +16,9 @@ _HINT = "capture the same step twice, with nothing changed but the batch"
 class AffineGraph:
     """Graph of a step at any batch size, on a line through two of them.
 
-    Sizes are rounded up to whole bytes and are zero or more; a size that falls as the batch grows is taken as constant, at its
-    larger value. Costs are lines with whole slopes, exact at the larger batch. Measured costs can fall from one capture to the
-    other, or extrapolate to a negative cost at batch 1: then the line is constant, or goes through the origin.
+    Sizes are rounded up to whole bytes and are never negative; a size that falls as the batch grows counts as constant, at its
+    larger value. Costs are lines with whole slopes, exact at the larger batch. If a measured cost falls from one capture to the
+    other, its line is constant; if it extrapolates to a negative cost at batch 1, its line goes through the origin.
 
     Attributes:
         small: Graph at the smaller batch.
@@ -115,7 +115,7 @@ def check_same_structure(small: Graph, small_batch: int, large: Graph, large_bat
     """Check that two graphs of one step differ only in sizes, costs and names.
 
     Raises:
-        GraphError: They do.
+        GraphError: They differ in more.
     """
     where = f"the graphs at batch {small_batch} and {large_batch}"
     if len(small.ops) != len(large.ops) or len(small.values) != len(large.values):
@@ -140,7 +140,7 @@ def check_growing(small: Graph, small_batch: int, large: Graph, large_batch: int
     """Check that no size falls from one graph of a step to another of a larger batch.
 
     Raises:
-        GraphError: One does.
+        GraphError: A size falls.
     """
     sizes = [
         ("resident", small.resident_bytes, large.resident_bytes),

@@ -24,7 +24,7 @@ class Comparison:
         overhead: Cost of each over the cost of computing each op once.
         cost_unit: Unit of costs.
         again: Number of recomputations in each.
-        more_in_a: Ops that the first plan computes more often, by how much, the most costly first.
+        more_in_a: Ops that the first plan computes more often, with the difference, the most costly first.
         more_in_b: The same for the second.
         held_in_a: Storages live at the first plan's peak and not at the second's, largest first.
         held_in_b: Storages live at the second plan's peak and not at the first's, largest first.

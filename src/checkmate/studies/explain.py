@@ -254,7 +254,7 @@ def module_of(source: str) -> str:
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
     """Cost of one MiB less and saving of one MiB more, by the next plans of a curve.
 
-    Plans whose peaks differ by less than half a per cent are skipped: plans of a search differ by as much by chance, and a
+    Plans whose peaks differ by less than half a per cent are skipped: plans of a search differ this much by chance, and a
     slope between them would be noise.
     """
     near = peak_bytes // 200

@@ -16,11 +16,11 @@ Verdict = Literal["keeps everything", "fits with recomputation", "fits with offl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Report on whether a training step fits a device, and how large a batch or sequence does.
+    """Report on whether a training step fits a device, and the largest batch or sequence that does.
 
     Attributes:
-        verdict: The answer. ``"does not fit"`` is proven. ``"not known"`` means that no plan was found and that none was proven
-            impossible.
+        verdict: The answer. ``"does not fit"`` is proven. ``"not known"`` means that no plan was found, and that it is not
+            proven that there is none.
         device: The device's profile.
         memory_bytes: Memory of the device, as a process sees it.
         headroom_bytes: Memory to be left free, in addition to the runtime's context.
@@ -33,7 +33,7 @@ class Fits:
         smallest_bytes: Smallest peak of the plans found.
         floor_bytes: Proven lower bound on the peak of every plan.
         why: The reason for the floor, in words.
-        result: The best plan found within ``available_bytes``; None where none was found.
+        result: The best plan found within ``available_bytes``; None if none was found.
         reserved_bytes: Bytes that PyTorch's caching allocator is predicted to reserve on the device while that plan runs step
             after step (`checkmate.studies.reserved`); None without a plan, or for a device with another allocator.
         batch: Size of the example's first dimension; None if its tensors differ in it.
@@ -67,7 +67,7 @@ class Fits:
     elapsed_s: float
 
     def __bool__(self) -> bool:
-        """True if a plan was found with which the step fits."""
+        """True if a plan was found that fits."""
         return self.verdict in ("keeps everything", "fits with recomputation", "fits with offload")
 
     def rows(self) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Plans of smaller batches: at once, from the plan of a larger batch of the same step.
 
-The last batch of an epoch is smaller than the others. Where its graph has the same ops, and no size of it is larger, the order of
-the larger graph's plan keeps the same number of bytes, and so does keeping everything where the batch is small enough. Searching
-for a better plan would stop training for as long as the first search took, once for each such batch.
+The last batch of an epoch is smaller than the others. If its graph has the same ops, and none of its sizes is larger, the order
+of the larger graph's plan keeps the same number of bytes, and if the batch is small enough, so does keeping everything. A search
+for a better plan would stop training for as long as the first search, once for each smaller batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checkmate.core.result import Result
 class _Planned(NamedTuple):
     """A step that was planned."""
 
-    budget: Budget  # the object that a compiled function's options hold: another function has another object
+    budget: Budget  # the object in the options of a compiled function: another function has another object
     graph: Graph  # nothing in it runs piece by piece
     result: Result  # its plan may be of another graph, with regions in pieces
     whole: bool  # whether the plan is of this graph
@@ -54,10 +54,10 @@ def plan_of_larger(
     counted: Callable[[Graph, Plan], int] | None = None,
     moved: Callable[[Sequence[int]], Sequence[int]] = lambda order: order,
 ) -> Result | None:
-    """The cheaper of two plans that keeps a budget as a larger batch had it: keeping everything, and the order of its plan.
+    """The cheaper plan within the budget of a larger batch: keeping everything, or the order of the larger batch's plan.
 
-    ``counted`` gives the bytes of a plan that count against the budget, by default its peak of live bytes; ``moved`` changes an
-    order as the programs that run it need it. None if there was no larger batch, or neither plan keeps the budget.
+    ``counted`` gives the bytes of a plan that count against the budget, by default its peak of live bytes; ``moved`` adapts an
+    order to the programs that run it. None if there was no larger batch, or neither plan keeps the budget.
     """
     larger = None if budget is None else _larger(budget, graph)
     limit = None if budget is None else bytes_of_larger(budget, graph)
@@ -75,7 +75,7 @@ def plan_of_larger(
 
 
 def _larger(budget: Budget, graph: Graph) -> _Planned | None:
-    """The newest planned step with the same ops as a graph, none of which writes less, and some more."""
+    """The newest planned step with the ops of a graph; no op writes fewer bytes than in the graph, and some write more."""
     written = _written(graph)
     for planned in reversed(_planned):
         if planned.budget is budget and len(planned.graph.ops) == len(graph.ops):

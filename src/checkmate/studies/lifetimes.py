@@ -22,10 +22,10 @@ class StorageLifetime(NamedTuple):
     Attributes:
         value: The value that owns it.
         made_at: Step that makes it.
-        gone_at: First step whose bytes do not count it; one more than the number of steps if it stays.
+        gone_at: First step whose bytes exclude it; one more than the number of steps if it stays.
         category: Kind of memory.
         reads: Steps that read it, under its own name or that of a view.
-        kept: Whether a value that must be live at the end shares it there.
+        kept: Whether a value that must be live at the end is in this storage then.
     """
 
     value: int
@@ -39,8 +39,8 @@ class StorageLifetime(NamedTuple):
 def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
     """Lifetimes of all storages that a plan makes, in the order in which they are made.
 
-    A storage is freed with its last instance, its own or that of a view. An op that runs while its outputs are live
-    replaces them: the old storage is there until the op has finished. The plan must be one that `checkmate.simulate` can run.
+    A storage is freed with its last instance, its own or a view's. An op that runs while its outputs are live
+    replaces them: the old storage is held until the op has finished. `checkmate.simulate` must be able to run the plan.
     """
     made: list[tuple[int, int, Category]] = []
     gone: dict[int, int] = {}

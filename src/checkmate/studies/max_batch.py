@@ -26,7 +26,7 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.affine import check_growing, check_same_structure
 
 MaxOverhead = float | Literal["one extra forward"]
-"""Limit on the cost of a plan: a number, over computing each op once, or one extra computation of the forward."""
+"""Limit on the cost of a plan: a factor over computing each op once, or one extra computation of the forward."""
 
 ONE_EXTRA_FORWARD: Final[Literal["one extra forward"]] = "one extra forward"
 
@@ -40,10 +40,10 @@ class MaxBatch:
     """The largest batch.
 
     Attributes:
-        batch: The largest batch that a plan was found for.
+        batch: The largest batch with a plan found.
         plan: That plan, within the budget and the limit on its cost.
         result: The solve at that batch; its bound and gap are those of the batch's own problem.
-        upper_bound: Proven: no larger batch than this has such a plan. Equal to ``batch``, that one is optimal.
+        upper_bound: Proven: no larger batch than this has a plan within both. If it equals ``batch``, that batch is optimal.
         why: The reason for the upper bound, in words.
         elapsed_s: Wall seconds.
     """
@@ -69,33 +69,33 @@ def max_batch(
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
 
-    Batches are bisected, the largest that is not excluded first. A search that fails proves nothing, so
-    that bisections are repeated with more time and other seeds until the time is up.
+    Batches are bisected, the largest that is not excluded first. A search that fails proves nothing:
+    bisections are repeated with more time and other seeds until the time is up.
 
     **The upper bound holds for every larger batch**, because graphs of one step differ only in sizes, none of which falls
-    as the batch grows, and in costs, which are affine in it. Let batch b be excluded and b' be larger. A plan that keeps
-    the budget at b' keeps it at b, where all it holds is as small or smaller. So, if no plan keeps the budget at b, none
+    as the batch grows, and in costs, which are affine in the batch. Let batch b be excluded and b' be larger. A plan that
+    keeps the budget at b' also keeps it at b, because no value is larger at b. So, if no plan keeps the budget at b, none
     does at b'. Otherwise let every plan that keeps the budget at b have a cost c(b) above its limit l(b). Costs and limits
     are affine, with slopes c' and l': if c' is at least l' for all these plans, c(b') = c(b) + (b' - b) c' is above
-    l(b') too. That is proven as it is for c(b), by a bound with the slopes for costs; if costs are proportional to the
-    batch it is the same bound. Structure and sizes are checked at every batch that is looked at; that costs
-    are affine, at b, 2b and 3b.
+    l(b') too. The condition on c' is proven like the one on c(b), by a bound with the slopes as costs; if costs are
+    proportional to the batch, it is the same bound. Structure and sizes are checked at every batch that is examined;
+    affine costs are checked at b, 2b and 3b.
 
     Args:
-        graph_at: The graph at a batch size, such as an `AffineGraph`. Sizes may not fall as the batch grows; costs must be affine
-            in it, else only bounds from memory hold.
+        graph_at: The graph at a batch size, like an `AffineGraph`. Sizes may not fall as the batch grows; costs must be affine
+            in the batch, else only bounds from memory hold.
         budget_bytes: Bytes, or text such as ``"16GB"``; resident bytes included.
-        max_overhead: The most that a plan may cost: a number, over computing each op once; or
+        max_overhead: The most that a plan may cost: a factor over computing each op once; or
             ``"one extra forward"``, computing every forward and loss op once more.
         limits: Time of the whole study, sixty seconds by default; gap, threads and seed of each solve.
         solver: The solver and its options; `Auto` by default.
         on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
-        reference_at: The graph at a batch size to whose cost ``max_overhead`` refers, if not that of ``graph_at``: the same step
+        reference_at: The graph at a batch size to whose cost ``max_overhead`` refers, if it is not ``graph_at``: the same step
             with other ops.
-        size_name: The dimension in the reason for the upper bound, where it is another one than the batch.
+        size_name: Name of the dimension in the reason for the upper bound, if it is not the batch.
 
     Returns:
-        The largest batch found and the smallest upper bound proven; after Ctrl-C, so far.
+        The largest batch found and the smallest upper bound proven; after Ctrl-C, those so far.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
@@ -163,7 +163,7 @@ class _BatchProblem:
         return math.floor(self._most(self.reference_at(batch)))
 
     def most_rising(self, batch: int) -> int | None:
-        """How much the limit rises over one more batch of that size, rounded up; None if it is not a line."""
+        """Rise of the limit from a batch to twice that batch, rounded up; None if the limit is not affine."""
         rising = _rising(self.reference_at, batch)
         return None if rising is None else math.ceil(self._most(rising))
 
@@ -185,7 +185,7 @@ class _BatchProblem:
 
 
 def _rising(graph_at: Callable[[int], Graph], batch: int) -> Graph | None:
-    """The graph at a batch with the slope of each cost over one more batch of that size in place of the cost.
+    """The graph at a batch; in place of each cost it has the rise of the cost to twice the batch.
 
     None if a cost falls, or is not affine at one, two and three times the batch.
     """
@@ -242,7 +242,7 @@ class _BatchSearch:
         )
 
     def _keep_everything(self) -> None:
-        """Begin with the largest batch of which everything is kept within the budget: no search can then end with nothing."""
+        """Begin with the largest batch at which keeping everything keeps the budget: every search then has a result."""
         if not self._keeps(1):
             return
         low, high = 1, self.upper + 1
@@ -265,7 +265,7 @@ class _BatchSearch:
             self.seed += 1
 
     def left_s(self) -> float:
-        """Seconds left of the search, without those for the last solve."""
+        """Seconds left for the search, without those reserved for the last solve."""
         return self.clock.left_s() - (0.0 if self.limits.time_s is None else self.limits.time_s / 20)
 
     def _memory_bound(self) -> tuple[int, str]:
@@ -297,10 +297,10 @@ class _BatchSearch:
             guess = (low + high + 1) // 2
 
     def _find(self, batch: int) -> bool:
-        """Look for a plan, also among those that compute only forward ops again.
+        """Look for a plan, also among plans that compute only forward ops again.
 
         There are fewer of these, and the search goes wrong in fewer ways: on ResNet-50 above batch 860 it finds plans in
-        0.5 s, and none in 20 s if it may compute all ops again.
+        0.5 s, but none in 20 s if it may compute all ops again.
         """
         most = self.problems.most(batch)
         for recompute in ("all", "forward"):

@@ -9,7 +9,7 @@ from checkmate.solvers.evict.smallest import smallest_peak
 
 
 def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = True) -> MinBudget:
-    """The smallest peak that a plan was found for, with the plan and a proven floor. Ctrl-C returns the best so far.
+    """The smallest peak found, with its plan and a proven floor. Ctrl-C returns the best so far.
 
     Args:
         graph: The graph.
@@ -17,7 +17,7 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
         reorder: Whether first computations may leave the graph's own order.
 
     Returns:
-        The smallest budget found. The cost of its plan is not minimised: solve with its peak as the budget to get a cheaper one.
+        The smallest budget found. The cost of its plan is not minimised: for a cheaper plan, solve with this peak as the budget.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])

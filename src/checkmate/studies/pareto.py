@@ -36,24 +36,24 @@ def pareto(
     """Cost and bound against budget, from the smallest budget found to the peak of keeping everything.
 
     Neither rises with the budget, by construction: a plan within a smaller budget is a plan within
-    every larger one, and a bound for a larger budget is a bound for every smaller one, whose plans
-    are among the larger one's. Every other budget is solved first; then those between, each from
-    the plan of the budget below it, unless its neighbours have already closed its gap.
+    every larger one. A bound for a larger budget is a bound for every smaller one, because all plans
+    of a smaller budget keep the larger one. Every other budget is solved first; then those between,
+    each from the plan of the budget below it, unless its neighbours have already closed its gap.
 
     Args:
         graph: The graph.
-        points: Budgets, evenly spaced; fewer where that would repeat one.
+        points: Number of budgets, evenly spaced; fewer if two would be equal.
         limits: Limits of each solve, and of the search for the smallest budget; ten seconds by default.
         solver: The solver and its options; `Auto` by default.
-        executor: Runs the solves, such as a `concurrent.futures.ProcessPoolExecutor` or Dask's
+        executor: Runs the solves, like a `concurrent.futures.ProcessPoolExecutor` or Dask's
             ``client.get_executor()``; by default they run in this process, one after another. The curve does not depend
-            on it, as long as no solve ends at its time limit.
+            on the executor, as long as no solve ends at its time limit.
         reorder: Whether first computations may leave the graph's own order.
         on_progress: Called with the number of finished budgets and the number of all, whenever the first changes.
 
     Returns:
-        The curve. Ctrl-C, or a process of the executor that is killed, ends it early: budgets that are not solved have the best
-        plan of the smaller ones.
+        The curve. Ctrl-C, or the end of a killed process of the executor, ends the solves early: budgets that are not solved
+        have the best plan of the smaller ones.
 
     Raises:
         OptionError: There are fewer than two points.
@@ -124,7 +124,7 @@ def _solve(task: _Task) -> Result | NoPlan:
 
 
 def _serial(tasks: Iterable[_Task]) -> Iterator[Result | NoPlan]:
-    """Solve one after another, up to the one that the user interrupts."""
+    """Solve one task after another until the user interrupts."""
     for task in tasks:
         result = _solve(task)
         yield result
@@ -152,7 +152,7 @@ class _Known:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
     def improved(self, result: Result | NoPlan) -> _Known:
-        """With what a solve found; it started from this plan, so that it found one."""
+        """This plan and bound, improved by a solve; it started from this plan, so it found one."""
         known = replace(self, bound=max(self.bound, result.bound), elapsed_s=result.elapsed_s)
         if isinstance(result, NoPlan) or result.cost >= self.cost:
             return known
@@ -172,7 +172,7 @@ class _Known:
 
 
 def _spread(known: list[_Known]) -> None:
-    """Hand plans to larger budgets and bounds to smaller ones."""
+    """Pass plans on to larger budgets and bounds to smaller ones."""
     for k in range(1, len(known)):
         if known[k - 1].cost < known[k].cost:
             cheaper = known[k - 1]

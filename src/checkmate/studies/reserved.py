@@ -11,15 +11,15 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.studies.lifetimes import replays, storage_lifetimes
 
 _GRANULE: Final = 2 << 20
-"""Sizes of arenas that are tried are multiples of it, as those of large segments are."""
+"""Sizes of tried arenas, like those of large segments, are multiples of this."""
 
 
 class AllocatorPeaks(NamedTuple):
     """Counts of an allocator while a plan runs repeatedly.
 
     Attributes:
-        allocated_bytes: Peak of the blocks in use. A block can be larger than what was requested: by up to 511 bytes, and in a
-            large segment by up to 1 MiB, which the allocator does not split off.
+        allocated_bytes: Peak of the blocks in use. A block can be larger than its request: by up to 511 bytes, and in a large
+            segment by up to 1 MiB, which the allocator does not split off.
         reserved_bytes: Bytes of all segments.
     """
 
@@ -28,11 +28,11 @@ class AllocatorPeaks(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """One large segment that is allocated and freed before the first step, so that the large requests of a plan are cut from it.
+    """One large segment, allocated and freed before the first step: the allocator then cuts a plan's large requests from it.
 
     Attributes:
         size_bytes: Its size.
-        reserved_bytes: Bytes of all segments then: the arena, those of what is resident, and those of small requests.
+        reserved_bytes: Bytes of all segments with this arena: the arena, segments of resident tensors and of small requests.
     """
 
     size_bytes: int
@@ -42,8 +42,8 @@ class Arena(NamedTuple):
 def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> int:
     """Bytes that the allocator reserves on the device when a plan is run repeatedly.
 
-    PyTorch's native caching allocator with default settings. It keeps every segment while the device has room; only
-    when an allocation fails does it release unused segments and try again, so that a plan may run in less than this. Source:
+    PyTorch's native caching allocator with default settings. It keeps every segment while the device has room. Only
+    when an allocation fails does it release unused segments and try again, so a plan may run in fewer bytes. Source:
     c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
 
     Args:
@@ -88,10 +88,10 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Iterable[int] = (), *, a
 
 
 def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Arena:
-    """The smallest arena found from which a plan is served without another large segment.
+    """The smallest arena found with which a plan needs no other large segment.
 
-    All large requests of a plan are known before it runs, and come in the same order in every step. Cut from one segment by
-    best fit they leave less unused than in a segment each.
+    All large requests of a plan are known before it runs, and come in the same order in every step. Blocks cut from one segment
+    by best fit leave fewer bytes unused than a segment for each request.
 
     Args:
         graph: The graph.
@@ -113,7 +113,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Ar
     alone = _replayed(sequence, sizes, 0)
     before = _replayed([], sizes, 0).reserved_bytes
     best = Arena(0, alone.reserved_bytes)
-    # Whether an arena is large enough does not rise with its size at every byte, but it does by and large.
+    # A larger arena is not always large enough if a smaller one is, but nearly always.
     low, high = -(-(alone.allocated_bytes - before) // _GRANULE), (alone.reserved_bytes - before) // _GRANULE
     for _ in range(8):
         if low >= high:
@@ -131,7 +131,7 @@ class Request(NamedTuple):
     """One request to an allocator.
 
     Attributes:
-        step: Step of the plan that makes it.
+        step: Step of the plan that makes the request.
         block: Number of the block that is allocated or freed.
         size_bytes: Bytes to allocate; 0 frees the block.
         name: Name of the value or op, and the kind of memory.
@@ -146,8 +146,8 @@ class Request(NamedTuple):
 def requests(graph: Graph, plan: Plan) -> list[Request]:
     """Requests for all storages, workspaces and replay states of a plan, in the order in which they are made.
 
-    A block is allocated in the step that makes it and freed in its last one; within a step allocations come before frees,
-    as an op's inputs are freed after it has run. Empty storages and resident bytes make no requests.
+    A block is allocated in its first step and freed in its last one. Within a step allocations come before frees, because
+    an op's inputs are freed after the op has run. Empty storages and resident bytes make no requests.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
@@ -187,7 +187,7 @@ def _replayed(sequence: Sequence[Request], resident: Sequence[int], arena_bytes:
     if arena_bytes:
         allocator.release(allocator.allocate(arena_bytes))
     allocator.peak = allocator.in_use
-    for _ in range(3):  # the first starts without cached segments; the second reaches the layout that later ones keep
+    for _ in range(3):  # step 1 starts without cached segments; step 2 reaches the layout that later steps keep
         held: dict[int, Chunk] = {}
         for request in sequence:
             if request.size_bytes:

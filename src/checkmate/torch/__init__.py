@@ -1,7 +1,6 @@
 """PyTorch: capture a training step, plan it, and run the plan.
 
-``torch.compile(model, backend="checkmate", options={"budget": "8GiB"})`` needs nothing from here; the
-options are those of `Options`.
+``torch.compile(model, backend="checkmate", options={"budget": "8GiB"})`` needs nothing from here; its options are in `Options`.
 
 Only the names in ``checkmate.torch.__all__`` and the callbacks of `checkmate.torch.integrations` are public; sub-packages and
 their other contents may change in any release.

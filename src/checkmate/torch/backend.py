@@ -49,7 +49,7 @@ def checkmate(
     Args:
         gm: The graph that Dynamo traced.
         example_inputs: Its inputs, as Dynamo traced them.
-        mode: The ``mode`` of ``torch.compile``, the same as the option of that name.
+        mode: The ``mode`` of ``torch.compile``, like the option of that name.
         options: The options, by name; see `Options`.
         kwargs: Options as keywords.
 
@@ -76,7 +76,7 @@ def _warn_without_budget() -> None:
 def _parsed(
     mode: str | None = None, options: Mapping[str, Any] | None = None, keywords: Mapping[str, Any] | None = None
 ) -> Options:
-    """The options of a call of ``torch.compile``; parsed once for its calls and all of its graphs."""
+    """The options of a call of ``torch.compile``; parsed once for all its calls and graphs."""
     if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(f"options={options!r} is not a mapping", hint='give options={"budget": "8GiB"}')
     given = {**(options or {}), **(keywords or {}), **({} if mode is None else {"mode": mode})}
@@ -88,11 +88,11 @@ def _parsed(
 
 
 _PARSED: deque[tuple[Mapping[str, Any], dict[str, Any], Options]] = deque(maxlen=16)
-"""Mappings of options as users passed them, with their content then, and what they were parsed to."""
+"""Mappings of options from users, with a copy of their content and the parsed options."""
 
 
 def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
-    """The context of the calls of a function that is compiled with this backend; None if there is no promise to keep."""
+    """Context for calls of a function compiled with this backend; None without a budget or a plan to keep."""
     keywords = {name: value for name, value in given.items() if name not in ("mode", "options")}
     try:
         options = _parsed(given.get("mode"), given.get("options"), keywords)
@@ -136,7 +136,7 @@ def compile_graph(
 
 
 def _with_command(error: WrongGraphError, hooks: Hooks) -> WrongGraphError:
-    """The refusal of a plan of another graph, with the command that captures this one."""
+    """The error for a plan of another graph, with the command that captures this graph."""
     kind = " --optimizer adamw" if hooks.whole else " --plain-loop" if hooks.inference else ""
     return WrongGraphError(
         error.message,
@@ -153,7 +153,7 @@ def _op_by_op(graph: fx.Graph, example_inputs: Sequence[Any], compilation: Compi
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
-    """The refusal of a budget that neither a plan nor any step compiled by Inductor kept."""
+    """The error for a budget that neither a plan nor any step compiled by Inductor kept."""
     tried = f"no step that Inductor compiled kept the budget, and the smallest of them needs {format_bytes(least_bytes)}"
     message = f"{tried}; op by op: {error.message}"
     if isinstance(error, PlanNotFoundError):
@@ -180,13 +180,13 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
-    # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
+    # Another plan, with other buffers, may replace this one. No buffer is reused anyway.
     with functorch_config.patch(donated_buffer=False), regions_as_hints(), aot_cache_disabled():
         return compilation.executable.differentiable(compile_with_aot(gm, example_inputs))
 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
-    """Compile a graph that AOTAutograd has no backward for: a whole step, or one where nothing requires a gradient."""
+    """Compile a graph without a backward in AOTAutograd: a whole step, or a graph in which nothing requires a gradient."""
     if compilation.hooks.whole:
         return compilation.executable.forward(boxed(plan_whole_step(module, compilation.task)))
     _refuse_inference(compilation.hooks)
@@ -201,7 +201,7 @@ def _refuse_inference(hooks: Hooks) -> None:
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
     """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
-    # Imports of a second, which eager does not need.
+    # These imports take a second, and eager does not need them.
     from checkmate.torch.inductor.compile import compile_if_it_fits
 
     compiled = compile_if_it_fits(gm, example_inputs, compilation)

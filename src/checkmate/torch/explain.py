@@ -18,12 +18,12 @@ def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve
 
     Args:
         step: A compiled step, the plan of `last_plan`, or a graph.
-        plan: The plan, if ``step`` is a graph; by default the one that keeps everything.
-        curve: Plans of the same graph for other budgets, to show how much time one MiB more would save.
+        plan: The plan, if ``step`` is a graph; by default the plan that keeps everything.
+        curve: Plans of the same graph for other budgets, to show the time that one MiB more would save.
 
     Raises:
         WrongGraphError: The plan is for another graph.
-        OptionError: ``step`` is neither a step nor a graph, such as what `torch.compile` returns.
+        OptionError: ``step`` is neither a step nor a graph, for example the result of `torch.compile`.
 
     Examples:
         >>> import torch
@@ -47,10 +47,10 @@ def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve
 
 
 def last_plan() -> PlannedStep | None:
-    """The plan of the newest step that ran what ``torch.compile(model, backend="checkmate", ...)`` compiled.
+    """The plan of the newest step of ``torch.compile(model, backend="checkmate", ...)``.
 
     Returns:
-        The plan; None before the second step, since the first one is recorded to be planned as a whole.
+        The plan; None before the second step, because the first one is recorded for a plan of the whole step.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The options of a step and of the backend: their types and documentation, and the values that they are checked to be."""
+"""The options of a step and of the backend: their types, documentation and checked values."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class GraphOptions(TypedDict, total=False):
     """Options of `checkmate.torch.compile` and `checkmate.torch.capture` that decide on the graph of a step.
 
     Attributes:
-        whole: Whether the optimizer's updates are planned with the rest of the step, each right after its gradient is
-            computed, so that the gradients never exist all at once. By default this is done wherever it is possible: for
-            optimizers of torch that update each parameter separately, such as SGD, Adam and AdamW. Arithmetic, state and
-            ``state_dict`` are those of the optimizer, and its learning rate can change at any time.
+        whole: Whether the optimizer's updates are planned with the rest of the step, each directly after the computation of its
+            gradient: the gradients never exist all at once. By default this is done whenever possible: for optimizers of torch
+            that update each parameter separately, among them SGD, Adam and AdamW. Arithmetic, state and ``state_dict`` are the
+            optimizer's, and its learning rate can change at any time.
         micro_batches: Equal parts into which a batch is cut. They are computed one after the other and their gradients added
             up: one step over the whole batch. Only in a whole step.
         clip_norm: Largest norm of all gradients together, in place of `torch.nn.utils.clip_grad_norm_`: after a step with an
-            optimizer no gradient is left. Clipping needs every gradient before the first can be used, so that in a whole step
-            too all of them exist at once.
+            optimizer no gradient is left. Clipping needs every gradient before it can use the first one: all of them exist at
+            once, in a whole step too.
         autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
             parameters keep their type. Float16 needs a scaled loss and is therefore refused together with an optimizer.
         outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of
-            the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``. Of
-            the backend: whether the caller holds the outputs of the model until the backward is over.
+            the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``. For
+            the backend: whether the caller holds the outputs of the model to the end of the backward.
         reserve: Memory to leave free for later allocations. The optimizer's state is always reserved in a step.
     """
 
@@ -61,40 +61,38 @@ class GraphOptions(TypedDict, total=False):
 
 
 class StepOptions(GraphOptions, CommonOptions, total=False):
-    """All options of `checkmate.torch.compile`: those of `GraphOptions` and `CommonOptions`, and these.
+    """All options of `checkmate.torch.compile`: `GraphOptions`, `CommonOptions`, and these.
 
     Attributes:
-        budget_of: The memory that the budget is of. ``"allocated"`` is what tensors take. ``"reserved"`` is what the CUDA
-            allocator holds for them, unused parts of segments included: what other processes cannot have. The plan is then chosen
-            by a model of the allocator, and on a GPU the memory for it is reserved in one piece before the first step. It needs
+        budget_of: The memory that the budget limits. ``"allocated"`` is the memory of tensors. ``"reserved"`` is the memory that
+            the CUDA allocator holds for them, unused parts of segments included: other processes cannot have it. The plan is then
+            chosen by a model of the allocator, and on a GPU its memory is reserved in one piece before the first step. It needs
             ``compiler="eager"``, and all ops run whole.
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
-            step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
+            step then runs twice on the first batch, all changed state is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning. The
-            updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then compiled, for SGD,
-            Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
-        accumulate: Whether the first plan is already one for a step that begins with gradients. Such a step needs no option: by
-            default it is planned when it comes. With True there is one plan instead of two, and a budget that is too
+            updates are in the step only with ``whole`` or ``micro_batches``: they are then compiled, for SGD, Adam, AdamW,
+            Adagrad and RMSprop, which rounds them differently.
+        accumulate: Whether the first plan is already for a step that begins with gradients. Such a step needs no option: by
+            default it is planned at its first occurrence. With True there is one plan instead of two, and a budget that is too
             small for accumulated gradients is refused at the first step.
-        checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any value of them;
-            with ``"respected"`` they are recomputed in the backward and never held for it, and the planner decides on all else.
+        checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any of their values.
+            With ``"respected"`` the backward recomputes them and never holds them, and the planner decides on all other values.
             Values that selective checkpointing must save are computed once in both cases. ``"respected"`` is refused for a whole
-            step, which has no boundary where the backward begins.
+            step, which has no boundary before the backward.
         costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace.
-        chunking: Whether ops on large tensors may run piece by piece, such as the head of a language model with its loss, so
-            that the tensors never exist whole. With ``"exact"`` those may that give the bits of the whole ops, tested on random
-            data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
-            With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
-            gradients are not bitwise the same. With ``compiler="inductor"`` only ``"auto"`` has an effect: regions that compute
-            nothing twice run piece by piece at every budget, so that bits do not depend on it. With several ranks all ops run
-            whole.
-        host: Memory of the host that values may be copied to while the step runs, such as ``"32GiB"``, where that is faster than
-            computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``. All ops run
-            whole then.
+        chunking: Whether ops on large tensors may run piece by piece, for example the head of a language model with its loss: the
+            tensors then never exist whole. ``"exact"`` allows regions that give the bits of the whole ops, tested on random data
+            of their sizes on this device; they are searched if whole ops have no plan, or an overhead above 10 %. ``"auto"``
+            allows sums over the pieces too, in another order than in the plain step: gradients are then not bitwise the same.
+            With ``compiler="inductor"`` only ``"auto"`` has an effect: regions that compute nothing twice run piece by piece at
+            every budget, and bits do not depend on the budget. With several ranks all ops run whole.
+        host: Memory of the host that values may be copied to while the step runs (``"32GiB"``), if that is faster than computing
+            them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``. All ops then run whole.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
-            ``"max-autotune"`` ask for, have no effect on a CPU, and are refused on a GPU under a budget.
+            ``"max-autotune"`` use, have no effect on a CPU, and are refused on a GPU under a budget.
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
             mode. Settings that would undo the plan are refused.
     """
@@ -125,10 +123,10 @@ class ForecastOptions(TracedOptions, total=False):
         whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
         autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
         chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
-            peak, plan and largest sizes are then those of the step with some regions in pieces, which are named. To train at
-            such a batch give `compile` the budget and the same ``chunking``, not the plan. ``"exact"`` cannot be answered for.
+            peak, plan and largest sizes are then for the step with some regions in pieces, which are named. To train at this
+            batch give `compile` the budget and the same ``chunking``, not the plan. ``"exact"`` is refused: nothing runs.
         time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
-            three traces; searches for which no time is left are skipped, with a remark.
+            three traces; searches without any time left are skipped, with a remark.
     """
 
     whole: bool | None
@@ -136,11 +134,11 @@ class ForecastOptions(TracedOptions, total=False):
 
 
 class FitsOptions(ForecastOptions, total=False):
-    """All options of `checkmate.torch.fits`: those of `ForecastOptions`, and this.
+    """All options of `checkmate.torch.fits`: `ForecastOptions`, and this.
 
     Attributes:
-        host: Memory of the host that values may be copied to over the device's bus, such as ``"32GiB"``. The verdict and the plan
-            are then those with copies; the smallest peak and the largest sizes are without.
+        host: Memory of the host that values may be copied to over the device's bus (``"32GiB"``). The verdict and the plan are
+            then with copies; the smallest peak and the largest sizes are without.
     """
 
     host: Amount | None
@@ -150,21 +148,21 @@ class FitsOptions(ForecastOptions, total=False):
 class Options:
     """Options of ``torch.compile(model, backend="checkmate", options={...})``, checked.
 
-    Besides those below they are the options of the same names of a step, which `StepOptions` describes.
+    Options that are not listed below have the same names and meanings as in `StepOptions`.
 
     Attributes:
-        budget: Largest number of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of
-            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
-            the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
-            above that. None keeps everything.
-        device: The device whose memory counts; that of the model by default.
-        split_convolutions: Whether the gradients of a convolution's weight and input are computed by two ops, so that they need
-            not exist at the same time. Less memory, and the same results to the bit.
+        budget: Maximum of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of bytes,
+            or a share of the whole step. ``"70%"``: the fixed bytes (parameters, buffers, inputs, state of the optimizer,
+            gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs above them.
+            None keeps everything.
+        device: The device whose memory counts; by default the device of the model.
+        split_convolutions: Whether two ops compute the gradients of a convolution's weight and input, which then need not exist
+            at the same time. Less memory, and the same results to the bit.
         no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
         ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
-            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
-        unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
-            with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
+            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans its own graphs.
+        unplanned: Reaction to a call without any planned graph although a budget is given, because Dynamo makes no graph of it:
+            with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs unplanned.
     """
 
     budget: Amount | Budget | None = None
@@ -202,7 +200,7 @@ class Options:
                 f"no_recompute={names!r} is not a sequence of names",
                 hint="give a tuple, such as no_recompute=('my_library::op',)",
             )
-        planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
+        planning = self.planning  # parsed now to refuse an unreadable budget before tracing
         parse_bytes(self.reserve)
         values: dict[str, Any] = {
             "budget": planning.budget,
@@ -253,7 +251,7 @@ class Options:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Options:
-        """Options from the mapping that ``torch.compile`` was given.
+        """Options from the mapping passed to ``torch.compile``.
 
         Args:
             options: Values by name, or None for the defaults.
@@ -270,12 +268,12 @@ class Options:
 
 
 def fields_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some options that are fields of a dataclass."""
+    """The options that are fields of a dataclass."""
     return {field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options}
 
 
 def check_chunking(chunking: Chunking) -> None:
-    """Refuse regions in pieces that keep every bit where nothing runs."""
+    """Refuse exact pieces in forecasts: nothing runs there to test their bits."""
     if chunking == "exact":
         raise OptionError(
             "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "

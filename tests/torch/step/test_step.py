@@ -187,7 +187,7 @@ def test_a_line_of_a_log_does_not_break_the_graph() -> None:
 def test_settings_that_cannot_be_logged_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 sorts the functions among Dynamo's settings at each compilation, and prints a traceback."""
     monkeypatch.setattr(dynamo.dynamo_utils, "_get_dynamo_config_for_logging", lambda: sorted({len, print}))  # type: ignore[type-var]
-    with dynamo._unlogged(dynamo.dynamo_config.patch(ignore_logger_methods={len, print})):
+    with dynamo.patched_settings(ignore_logger_methods={len, print}):
         assert dynamo.dynamo_utils._get_dynamo_config_for_logging() is None
         assert dynamo.dynamo_config.ignore_logger_methods == {len, print}
     with pytest.raises(TypeError):

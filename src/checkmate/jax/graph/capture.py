@@ -12,19 +12,19 @@ from checkmate.jax.graph.op_properties import BROADCASTS, FUSED, REDUCTIONS, has
 from checkmate.jax.graph.trace import Boundary, Equation, Trace, types_from_outside
 
 Costs = Callable[[Sequence[tuple[Equation, ...]]], Sequence[OpCost]]
-"""Gives the cost of each of several ops, each the equations of one loop."""
+"""Returns the costs of some ops; each op is given as the equations of one loop."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A graph together with the trace that it describes; tuples of tuples have one for each op."""
+    """A graph together with the trace that it describes; tuples of tuples have one entry for each op."""
 
     graph: Graph
     trace: Trace
-    members: tuple[tuple[Equation, ...], ...]  # equations, in order; none of the boundary
-    outputs: tuple[tuple[int, ...], ...]  # numbers of the values of the trace that an op makes
-    inputs: tuple[tuple[int, ...], ...]  # numbers of the values that it reads, arguments and constants included
-    boundary: Boundary | None  # where forward and backward meet; None for a whole step
+    members: tuple[tuple[Equation, ...], ...]  # equations of each op, in order; none for the boundary
+    outputs: tuple[tuple[int, ...], ...]  # numbers of the trace's values that each op makes
+    inputs: tuple[tuple[int, ...], ...]  # numbers of the values that each op reads, arguments and constants included
+    boundary: Boundary | None  # between forward and backward; None for a whole step
 
 
 def capture_trace(
@@ -32,8 +32,8 @@ def capture_trace(
 ) -> Capture:
     """The graph of a traced function.
 
-    XLA allocates arguments and results before a program runs, so that both are resident and results take no bytes of their own,
-    less those that reuse the buffers of donated arguments. Without a boundary it is a whole step.
+    XLA allocates arguments and results before a program runs. Both count as resident bytes, except results that reuse the
+    buffers of donated arguments, and results take no bytes in the graph. Without a boundary it is a whole step.
     """
     return _Builder(trace, boundary).build(costs, name, donated_bytes)
 
@@ -71,7 +71,7 @@ class _Builder:
         return self.phases[id(chain[-1])]
 
     def _chains(self) -> list[tuple[Equation, ...]]:
-        """The equations of each op, forward first where there is a boundary, else in the order of their last equations."""
+        """The equations of each op: forward ops first if there is a boundary, else in the order of their last equations."""
         equations = self.trace.equations
         readers: dict[int, list[int]] = {}
         for i, equation in enumerate(equations):
@@ -103,7 +103,7 @@ class _Builder:
         return ends if len(ends) == 1 and same_side else set()
 
     def _bases(self, value: int) -> Iterator[int]:
-        """A value and those whose buffer it shares."""
+        """A value and the values whose buffer it shares."""
         yield value
         equation = self.producer.get(value)
         while equation is not None and is_view(equation, self.producer):
@@ -163,7 +163,7 @@ def phases_of_pair(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
 
 def _phases_of_step(trace: Trace) -> dict[int, Phase]:
     """Phase of each equation by the transformations around it: JAX's backward is a transposed function."""
-    late: set[int] = set()  # gradients, and what is made of them
+    late: set[int] = set()  # gradients, and values computed from them
     phases: dict[int, Phase] = {}
     for equation in trace.equations:
         backward, after = "transpose(" in scopes_of(equation.eqn), not late.isdisjoint(equation.read)

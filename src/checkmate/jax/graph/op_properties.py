@@ -28,16 +28,16 @@ VIEWS = frozenset({"expand_dims", "name", "reshape", "squeeze"})
 """Primitives whose output is the same bytes in the same order."""
 
 MOVES = VIEWS | {"rev", "slice", "transpose"}
-"""Primitives that only choose which element of their input an element of the output is."""
+"""Primitives each of whose output elements is a copy of an input element."""
 
 BROADCASTS = frozenset({"broadcast_in_dim", "iota"})
-"""Primitives that XLA computes again in every loop that reads them, since they read next to nothing."""
+"""Primitives that XLA computes again in every loop that reads them, because they read next to nothing."""
 
 REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")} | {"argmax", "argmin"})
-"""Primitives that XLA fuses with what they reduce."""
+"""Primitives that XLA fuses with the computation of their input."""
 
 FUSED = POINTWISE | MOVES | BROADCASTS
-"""Primitives that XLA fuses into the loop that reads them, so that their output is never stored if one loop reads it."""
+"""Primitives that XLA fuses into the loops that read them: an output that one loop reads is never stored."""
 
 COLLECTIVES = frozenset(
     {"all_gather", "all_gather_invariant", "all_to_all", "axis_index", "pbroadcast", "pcast", "pmax", "pmin", "ppermute"}
@@ -57,13 +57,13 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 def workspace_bytes(eqn: Any) -> int:
     """Bytes that the bodies of an equation need above their arguments, if every value is freed after its last reader.
 
-    Branches need the largest of them; a loop needs those of one iteration.
+    For branches these are the bytes of the largest branch, for a loop those of one iteration.
     """
     return max((peak_bytes(body) for body in _bodies(eqn)), default=0)
 
 
 def flops(eqn: Any) -> int:
-    """Floating-point operations of an equation: products, convolutions and what is inside loops; one per element elsewhere."""
+    """Floating-point operations of an equation: counted for products, convolutions and bodies of loops, else one per element."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         contracted = params["dimension_numbers"][0][0]
@@ -107,7 +107,7 @@ def _elements(eqn: Any) -> int:
 
 def peak_bytes(jaxpr: Any) -> int:
     """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing."""
-    same: dict[Any, Any] = {}  # what comes out of a barrier has the bytes of what goes in
+    same: dict[Any, Any] = {}  # an output of a barrier shares the bytes of its input
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":
             same |= {v: same.get(w, w) for v, w in zip(eqn.outvars, eqn.invars, strict=True) if not isinstance(w, Literal)}

@@ -1,4 +1,4 @@
-"""A traced function, alone or with its derivative: a flat list of equations, with calls inlined, without what no result needs."""
+"""A traced function, alone or with its derivative: a flat list of the equations that results need, with calls inlined."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax.extend.core import Literal
 from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-"""Primitives that only call a jaxpr, and the parameter that has it."""
+"""Primitives that only call a jaxpr, and the parameter that holds it."""
 
 _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
-"""Primitives that call a jaxpr which has a derivative of the user's."""
+"""Primitives that call a jaxpr with a user-defined derivative."""
 
 Source = int | Literal
-"""Input of an equation: a value by its number, or a constant that is written in the equation."""
+"""Input of an equation: a value by its number, or a literal."""
 
 Pure = Callable[..., list[Any]]
-"""A function of flat arrays that closes over none."""
+"""A function of flat arrays that closes over no array."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Equation:
 
     @property
     def kind(self) -> str:
-        """Name of its primitive, such as ``dot_general``."""
+        """Name of the equation's primitive, like ``dot_general``."""
         return self.eqn.primitive.name
 
     @property
@@ -52,7 +52,7 @@ class Equation:
 
 
 def result(values: Mapping[int, Any], source: Source) -> Any:
-    """A result of a trace, as an array also where it is written in the program."""
+    """A result of a trace as an array, even if it is a literal of the program."""
     return values[source] if isinstance(source, int) else as_array(source.val, source.aval)
 
 
@@ -84,10 +84,10 @@ def trace_flat(function: Callable[..., Any], *arguments: Any, checkpoints: bool 
 
 
 def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = True) -> Trace:
-    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs, and each but once.
+    """The equations of a jaxpr with all calls inlined, without duplicates and without those that no result or effect needs.
 
-    Calls of functions with a derivative of the user's stay calls if the trace is differentiated later; what `jax.checkpoint`
-    computes again is one equation unless checkpoints are not to be kept.
+    If `differentiable`, calls of functions with a user-defined derivative stay calls, because the trace is differentiated later.
+    If `checkpoints`, each call to `jax.checkpoint` stays one equation.
     """
     calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
     types: list[Any] = []
@@ -123,10 +123,10 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """Where forward and backward of a trace meet."""
+    """The boundary between forward and backward of a trace."""
 
-    results: int  # what the forward returns: the first results of the trace
-    tangents: tuple[int, ...]  # arguments of the trace that only the backward is given
+    results: int  # number of the results of the forward: the first results of the trace
+    tangents: tuple[int, ...]  # arguments of the trace that only the backward reads
 
 
 def is_inexact(array: Any) -> bool:
@@ -135,7 +135,7 @@ def is_inexact(array: Any) -> bool:
 
 
 def derivative(pure: Pure, primals: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], Callable[..., Any]]:
-    """The results of a function, and the function that pulls their cotangents back to the arguments at some positions."""
+    """The results of a function, and the pullback of their cotangents to the arguments at the positions `wanted`."""
 
     def of_wanted(*some: Any) -> list[Any]:
         merged = list(primals)
@@ -147,7 +147,7 @@ def derivative(pure: Pure, primals: Sequence[Any], wanted: Sequence[int]) -> tup
 
 
 def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-    """A function of arguments and of tangents of all inexact results: the results, then the gradients of some arguments."""
+    """A function of arguments and of tangents of all inexact results; it returns the results, then gradients of `wanted` ones."""
 
     def pair(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         results, pull = derivative(pure, primals, wanted)
@@ -159,7 +159,7 @@ def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any
 
 
 def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Trace, Boundary]:
-    """Trace a function of some values together with its derivative by the values at some positions."""
+    """Trace a function together with its derivative by the arguments at the positions `wanted`."""
     results = jax.eval_shape(pure, *values)
     tangents = [spec for spec in results if is_inexact(spec)]
     trace = flattened(jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents))
@@ -167,17 +167,17 @@ def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tupl
 
 
 def type_bytes(aval: Any) -> int:
-    """Bytes of an array of a shape and type; 0 for what is no array, such as a token."""
+    """Bytes of an array of a shape and type; 0 for other values, like tokens."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
-    """The equations without those that compute what an earlier one does, such as the mean of a layer and that of its variance.
+    """The equations without repetitions of earlier ones, like the mean of a layer that its variance computes once more.
 
-    XLA would make one of the two. Results keep separate equations, because each has its buffer. So do optimization
-    barriers: a program has them so that two computations stay two.
+    XLA would merge the two. Results keep separate equations, because each result has a buffer. Optimization barriers also stay
+    separate, because a program uses them to keep two computations apart.
     """
     own = {v for v in results if isinstance(v, int)}
     instead: dict[int, Source] = {}
@@ -196,7 +196,7 @@ def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[
 
 
 def _computed(equation: Equation) -> Any:
-    """Two equations with equal such values compute the same; a new object where that is not known."""
+    """A key that is equal for two equations only if they compute the same; a new object if that is not known."""
     eqn = equation.eqn
     if eqn.effects or equation.kind == "optimization_barrier":
         return object()

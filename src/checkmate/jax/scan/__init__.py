@@ -1,1 +1,1 @@
-"""A loop over layers: what `jax.checkpoint` saves of each layer within a budget, chosen by integer programs."""
+"""A loop over layers: integer programs choose the values that `jax.checkpoint` saves in each layer within a budget."""

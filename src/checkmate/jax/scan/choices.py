@@ -1,8 +1,8 @@
 """Choices of saved values: integer programs choose those of one layer of a loop, and arrangements of layers are compared.
 
-One model of cost and bytes serves all of them. A layer computes again what its derivative needs and cannot be computed from what
-it saves. That is a cut of the graph; with a limit of bytes it is an integer program. A bound for choices that differ by layer is
-the Lagrangian relaxation of that limit.
+One model of cost and bytes serves all of them. The derivative of a layer reads values that are either saved or computed again
+from saved ones. A choice is a cut of the graph; with a limit on the bytes, the cheapest cut is an integer program. The Lagrangian
+relaxation of that limit bounds choices that differ by layer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Values to save in one layer, by their names and source lines; everything that the derivative reads has no names."""
+    """Values to save in one layer, with names and source lines; the choice of all that the derivative reads has no names."""
 
     names: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     saved_bytes: int
-    cost: float  # of what is computed again
-    bound: float = 0.0  # proven lower bound on that cost within as many bytes
+    cost: float  # of recomputations
+    bound: float = 0.0  # proven lower bound on the cost of choices of no more bytes
     everything: bool = False
 
     def group(self, layers: int, nested: int = 1) -> LayerGroup:
@@ -43,10 +43,10 @@ class Choice:
 
 
 class Choices:
-    """Which of the offered names to save of a layer; all names by default. The layer is a function of flat arrays.
+    """The choices among the offered names, all names by default, for a layer that is a function of flat arrays.
 
-    ``total`` is the cost of a layer and its derivative if nothing is computed again, ``forward`` that without the derivative.
-    ``read_bytes`` are saved of a layer without `jax.checkpoint`: what the derivative reads.
+    ``total`` is the cost of a layer and its derivative without recomputations, ``forward`` the cost of the layer alone.
+    ``read_bytes`` are the bytes that the derivative reads: a layer without `jax.checkpoint` saves them all.
     """
 
     def __init__(
@@ -83,35 +83,35 @@ class Choices:
         self._found: dict[int, Choice] = {}
 
     def cheapest(self, most_bytes: float) -> Choice:
-        """The choice with the least cost of what is computed again, of those that save no more bytes in one layer."""
+        """The choice with the cheapest recomputations, of those that save at most `most_bytes` in one layer."""
         limit = int(min(max(0, most_bytes), self._bytes.sum()))
         if limit not in self._found:
-            price = 1e-12  # of a byte: decides between choices of equal cost
+            price = 1e-12  # of a byte, to decide between choices of equal cost
             choice, proven = self._solved(limit, price)
             self._found[limit] = replace(choice, bound=min(choice.cost, max(0.0, proven - price * limit)))
         return self._found[limit]
 
     @functools.cached_property
     def front(self) -> tuple[Choice, ...]:
-        """Choices none of which is better than another in both bytes and cost, from saving nothing to computing nothing again."""
+        """The Pareto-optimal choices by bytes and cost, from saving nothing to no recomputation."""
         found = [self.cheapest(math.inf)]
-        step = max(1, found[0].saved_bytes // 64)  # finer steps take longer, and save less than rounding to whole layers costs
+        step = max(1, found[0].saved_bytes // 64)  # finer steps take longer and gain less than rounding to whole layers loses
         while found[-1].saved_bytes:
             found.append(self.cheapest(found[-1].saved_bytes - step))
         return tuple(found[::-1])
 
     @functools.cached_property
     def front_with_everything(self) -> tuple[Choice, ...]:
-        """The same, with the choice of what names cannot say: all that the derivative reads."""
+        """The same, and the choice of all that the derivative reads, which names cannot express."""
         everything = Choice(saved_bytes=self.read_bytes, cost=0.0, everything=True)
         return (*(choice for choice in self.front if choice.saved_bytes < self.read_bytes), everything)
 
     def bound(self, length: int, carry_bytes: int, most_bytes: int) -> float:
-        """Proven lower bound on what all layers compute again, whatever each of them saves, also in nested loops.
+        """Proven lower bound on the cost of recomputations in all layers, for any choice in each layer, also in nested loops.
 
-        The price of a byte that gives the highest bound is that of the convex hull of all choices (Lagrangian relaxation). A
+        The price of a byte that gives the highest bound is a slope of the convex hull of all choices (Lagrangian relaxation). A
         layer in a nested loop costs at least its forward, and saves at least its share of one carry. A layer without
-        `jax.checkpoint` costs nothing. All layers together save the most bytes, with a carry each outside of nested loops.
+        `jax.checkpoint` costs nothing. All layers together save `most_bytes`; outside nested loops each layer saves a carry.
         """
 
         def at(price: float) -> float:
@@ -127,11 +127,11 @@ class Choices:
 
     @functools.cache  # noqa: B019 - a few prices of one layer
     def _priced(self, price: float) -> float:
-        """Proven lower bound on what a layer computes again, and a price for each byte that it saves."""
+        """Proven lower bound on the cost of recomputations in a layer plus a price for each byte that the layer saves."""
         return self._solved(math.inf, price)[1]
 
     def _solved(self, most_bytes: float, price: float) -> tuple[Choice, float]:
-        """The choice of least cost and price, and a proven lower bound on both together."""
+        """The choice of the least cost plus price, and a proven lower bound on this sum."""
         high = np.append(self._program.row_high[:-1], most_bytes)
         program = replace(self._program, cost=np.concatenate([self._cost, price * self._bytes]), row_high=high)
         found = solve_integer(program, absolute_gap=1e-5 * max(1.0, self.forward))  # proofs to the last unit may take minutes
@@ -149,9 +149,9 @@ class Choices:
 
 
 def _program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
-    """Which equations of the forward are computed again, then which names are saved; the last row limits the bytes of these.
+    """Variables: the equations of the forward to compute again, then the names to save. The last row limits the saved bytes.
 
-    A value that the derivative reads is computed again or saved; so is one that is read by what is computed again.
+    Every value that the derivative or a recomputation reads is computed again or saved.
     """
     maker = {v: k for k, equation in enumerate(ahead) for v in equation.outputs}
     builder = ProgramBuilder()
@@ -184,10 +184,10 @@ class Arrangement:
 
     kind: str
     groups: tuple[LayerGroup, ...]
-    cost: float  # of what is computed again, in all layers
+    cost: float  # of recomputations in all layers
     bound: float = field(default=0.0, compare=False)  # proven, on the cost of arrangements of the same kind; 0 if there is none
     saved_bytes: int  # from the forward to the derivative, with carries
-    held_bytes: int  # the same, with what inner loops hold while their derivative is computed
+    held_bytes: int  # the same plus the bytes that inner loops hold while their derivative is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Layers:
 
     @property
     def kinds(self) -> dict[str, Callable[[int], Arrangement | None]]:
-        """Kinds of arrangements, the simplest first; each gives its cheapest one that holds no more than some bytes."""
+        """Kinds of arrangements, the simplest first; each maps bytes to its cheapest arrangement that holds no more."""
         found: dict[str, Callable[[int], Arrangement | None]] = {"uniform": self._uniform}
         if self.differ:
             found |= {"everything": self._everything, "pair": self._pair}
@@ -232,7 +232,7 @@ class Layers:
         return None if each < 0 else self._alike(f"nested {inner}", self.choices.cheapest(each), inner)
 
     def _alike(self, kind: str, choice: Choice, inner: int = 0) -> Arrangement:
-        """All layers save the same, in inner loops of some layers if they are nested."""
+        """All layers save the same values; `inner` is the number of layers of each inner loop, if they are nested."""
         saved = (self.length // inner if inner else self.length) * self.carry_bytes
         saved += 0 if inner else self.length * choice.saved_bytes
         return Arrangement(
@@ -262,15 +262,15 @@ class Layers:
             return None
         cost, count, few, many = min(found, key=lambda pair: pair[0])
         saved = length * self.carry_bytes + count * few.saved_bytes + (length - count) * many.saved_bytes
-        # The derivative begins with the last layers, when everything is saved: they compute less again, and hold less.
+        # The derivative begins with the last layers, when everything is saved: they recompute less, and hold less.
         groups = (few.group(count), many.group(length - count))
         return Arrangement(kind="pair", groups=groups, cost=cost, saved_bytes=saved, held_bytes=saved)
 
 
 def cheapest(candidates: Iterable[Arrangement], below: float = math.inf) -> Arrangement | None:
-    """The cheapest of some arrangements, the simplest first, of which each next one has to be cheaper by half a per cent.
+    """The cheapest of some arrangements, the simplest first; each later one must be cheaper by half a per cent.
 
-    More groups are not worth less, nor is another compilation if there is an arrangement of some cost that fits.
+    A smaller gain is not worth more groups, nor another compilation if an arrangement of the cost `below` fits.
     """
     best: Arrangement | None = None
     for candidate in candidates:

@@ -1,8 +1,8 @@
 """Groups of layers of a loop: neighbours that save the same values, and the loops that run them.
 
-Loops over a part of the layers are usually given slices of what is stacked, and their gradients are put together again: two
-copies of all parameters. Here every group reads its layers from the whole stack by their numbers, and its derivative writes
-gradients into one stack. JAX would derive such a loop with a stack for every layer, so that the derivative is written here.
+The usual loop over some of the layers gets slices of the stacked parameters, and its gradients are concatenated later: two
+copies of all parameters. Here every group reads its layers from the whole stack by index, and its derivative writes
+gradients into one stack. JAX's own derivative of this loop would have a stack for every layer; this module defines another.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LayerGroup:
     Attributes:
         layers: Number of layers.
         names: Names of the values that each of them saves.
-        sources: Where in the user's program each of these values is computed.
-        nested: Layers of each inner loop, 1 if there is none. Of an inner loop only its first carry is saved before its
-            derivative is computed; then the named values are.
-        everything: Whether all that the derivative reads is saved, without `jax.checkpoint`. Names cannot say that: the
-            derivative of a function such as `exp` reads its result before it has a name.
+        sources: Lines of the user's program that compute these values.
+        nested: Layers of each inner loop, 1 if there is none. An inner loop saves only its first carry until its derivative
+            is computed; then it saves the named values.
+        everything: Whether all that the derivative reads is saved, without `jax.checkpoint`. Names cannot express that: the
+            derivative of a function like `exp` reads the result before it has a name.
     """
 
     layers: int
@@ -56,7 +56,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The body of a loop, and who names its values: the body itself, or all of them are named here, without those of the body."""
+    """The body of a loop with names: those that the body gives, or names given here to all values in place of the body's."""
 
     block: Callable[..., Any]
     own: bool
@@ -76,7 +76,7 @@ class Naming:
         return named
 
     def trace(self, flat: FlatFunction, arguments: Arguments) -> Trace:
-        """The body, in which calls of functions with a derivative of the user's stay calls: it is differentiated later."""
+        """The traced body. Calls of functions with a user-defined derivative stay calls: the body is differentiated later."""
         return flattened(jax.make_jaxpr(flat)(*arguments.arrays), differentiable=True)
 
     def flat(self, trace: Trace, names: Sequence[str] | None) -> Pure:
@@ -107,8 +107,8 @@ class Naming:
 class Residuals:
     """The values that the derivative of a layer reads: arguments, values that depend on them, and values that do not.
 
-    Only the second kind is saved. The others are there, or made of constants again, such as masks: saved by every layer of a
-    loop, they would take a fifth more bytes.
+    Only the second kind is saved. Arguments are live anyway, and the third kind, like masks, is computed again from constants:
+    if every layer of a loop saved them, they would take a fifth more bytes.
     """
 
     def __init__(self, layer: Pure, given: Sequence[Any]) -> None:
@@ -144,7 +144,7 @@ class Residuals:
         return results, [by_number[v] for v in self._saved]
 
     def pullback(self, saved: Sequence[Any], given: Sequence[Any]) -> Callable[..., Any]:
-        """The function that pulls cotangents back to the inexact arguments, from what was saved."""
+        """The function that pulls cotangents back to the inexact arguments, from the saved values."""
         trace = self._trace
         values = dict(trace.constants) | dict(zip((*trace.arguments, *self._saved), (*given, *saved), strict=True))
         for equation in trace.equations:
@@ -154,9 +154,9 @@ class Residuals:
 
 
 def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool = False) -> tuple[Any, Any]:
-    """A loop over layers in groups, as `jax.lax.scan` over all of them.
+    """Run a loop over layers in groups, with the results of `jax.lax.scan` over all layers.
 
-    If it is exact, every equation of the body and its derivative stands alone, and no group is nested.
+    If `exact`, every equation of the body and its derivative stands alone, and no group is nested.
     """
     if len(groups) > 1 or exact:
         return _one_after_the_other(naming, groups, carry, xs, exact=exact)
@@ -182,7 +182,7 @@ def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: An
     loops = _Loops(naming, groups, trace, len(carries), exact=exact)
     differentiable = jax.custom_vjp(loops.run)
     differentiable.defvjp(loops.forward, loops.backward)
-    # What the body closes over may be traced by a transformation outside, and becomes an argument.
+    # Values that the body closes over may be tracers of an outer transformation, and become arguments.
     arrays = [*trace.constants.values(), *carries, *Arguments.of((xs,), {}).arrays]
     return flat.results(differentiable(*map(jnp.asarray, arrays)))
 
@@ -244,7 +244,7 @@ class _Loops:
 
             def step(state: Any, of_layer: Any, layers: range = layers) -> tuple[Any, None]:
                 to_constants, ends, to_stacks = state
-                # Behind barriers they are read from their stacks once; loops that read them would slice them, and not in vectors.
+                # Behind barriers they are read from their stacks once; without, loops would slice them, and not in vectors.
                 read = (*of_layer, _layer(stacks, of_layer[0]))
                 i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
                 given = [*constants, *before, *slices]

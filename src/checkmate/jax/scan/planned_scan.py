@@ -20,7 +20,7 @@ _MAXTEXT_NAMES = frozenset(
     {"context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mla_q"}
     | {"mla_kv", "moe_mlpwi", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj"}
 )
-"""Values that MaxText's configuration can save, of ``configs/base.yml`` in 2026."""
+"""Values that MaxText's configuration can save, from ``configs/base.yml`` in 2026."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,13 +28,13 @@ class ScanPolicy:
     """The body of a loop with names, and the policy that saves some of them; ``block, policy = found`` unpacks both.
 
     Attributes:
-        block: The body. It names those values that are saved, and computes the same.
+        block: The body, with names for the saved values and the same results.
         policy: The policy for `jax.checkpoint`, `nnx.remat` or `eqx.filter_checkpoint`.
         names: Names of the values that are saved.
-        sources: Where in the user's program each of them is computed.
-        offered: All names among which was chosen.
-        saved_bytes: Bytes of named values that are saved, of all iterations.
-        overhead: Cost of the loop and its derivative over that of saving everything.
+        sources: Lines of the user's program that compute these values.
+        offered: All names that could be chosen.
+        saved_bytes: Bytes of the saved named values, of all iterations.
+        overhead: Cost of the loop and its derivative, divided by the cost if everything is saved.
         bound: Proven lower bound on the overhead of all policies that save no more bytes of named values.
         budget_bytes: The budget in bytes.
         temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
@@ -68,11 +68,11 @@ def policy(
     costs: CostSource | str = "measured",
     names: str | Sequence[str] | None = None,
 ) -> ScanPolicy:
-    """Choose what `jax.checkpoint` saves in the body of a `jax.lax.scan` over layers, within a budget.
+    """Choose the values that `jax.checkpoint` saves in the body of a `jax.lax.scan` over layers, within a budget.
 
-    The values to save are chosen by an integer program that minimizes the cost of what is computed again. The loop and its
-    derivative are then compiled, and the choice is made again until the compiled bytes keep the budget: at most four
-    compilations. All layers save the same values; `scan` runs loops whose layers differ.
+    An integer program chooses the values to save, minimizing the cost of recomputations. The loop and its derivative are
+    then compiled, and the choice is made again until the compiled bytes keep the budget: at most four compilations. All
+    layers save the same values; `scan` runs loops whose layers differ.
 
     Args:
         block: The body of the loop, ``block(carry, x) -> (carry, y)``.
@@ -82,13 +82,13 @@ def policy(
         budget: The most bytes of the loop and its derivative: the first carry, the slices of all iterations, results, gradients
             and temporary values. Not a share.
         costs: Where costs come from, as in `plan`.
-        names: Names that the body gives values itself with `jax.ad_checkpoint.checkpoint_name`, to choose among; ``"own"`` for
-            all of them. None names values here.
+        names: Names to choose among, which the body gives with `jax.ad_checkpoint.checkpoint_name`; ``"own"`` for all of
+            them. None names values here.
 
     Raises:
         OptionError: An option cannot be used.
         GraphError: The body is no body of a loop.
-        InfeasibleBudgetError: The loop exceeds the budget if nothing but the carry is saved.
+        InfeasibleBudgetError: The loop exceeds the budget even if only the carry is saved.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -123,7 +123,7 @@ def policy(
 class PlannedScan:
     """A loop over layers whose derivative keeps a budget. Create one with `checkmate.jax.scan`.
 
-    The plan is data: for each group its number of layers, the names of the values that they save, and the length of inner loops.
+    The plan is data: for each group its number of layers, the names of the saved values, and the length of inner loops.
 
     Attributes:
         groups: Groups of layers, in order.
@@ -152,14 +152,14 @@ class PlannedScan:
         return sum(group.layers for group in self.groups)
 
     def __call__(self, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """Run the loop: what ``jax.lax.scan(block, carry, xs)`` returns.
+        """Run the loop; it returns the results of ``jax.lax.scan(block, carry, xs)``.
 
         Args:
             carry: The first carry.
-            xs: What each layer is given, stacked.
+            xs: The slices of all layers, stacked.
 
         Raises:
-            OptionError: There is another number of layers than was planned for.
+            OptionError: The number of layers differs from the plan's.
         """
         lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(xs) if is_array(leaf)}
         if lengths - {self.length}:
@@ -181,12 +181,12 @@ def scan(
     names: str | Sequence[str] | None = None,
     exact: bool = False,
 ) -> PlannedScan:
-    """A loop over layers, each of which saves what the budget has room for.
+    """A loop over layers that save as much as the budget has room for.
 
-    What `policy` cannot: some layers save more than others, so that the budget is filled, and loops are nested where saving the
-    carry of every layer is too much. All arrangements are compared by one model of cost and bytes, and compiled until the bytes
-    keep the budget: at most four compilations. The derivative of a loop whose layers differ is a `jax.custom_vjp`, which
-    `jax.jvp` refuses.
+    In contrast to `policy`, some layers save more than others, to fill the budget, and loops are nested if the carries of all
+    layers take too many bytes. All arrangements are compared by one model of cost and bytes, and compiled until the bytes keep
+    the budget: at most four compilations. The derivative of a loop whose layers differ is a `jax.custom_vjp`, which `jax.jvp`
+    refuses.
 
     Args:
         block: The body of the loop, ``block(carry, x) -> (carry, y)``.
@@ -195,14 +195,14 @@ def scan(
         length: Number of iterations.
         budget: The most bytes of the loop and its derivative, as in `policy`.
         costs: Where costs come from, as in `plan`.
-        names: Names that the body gives values itself, as in `policy`.
+        names: Names that the body gives, as in `policy`.
         exact: Whether loss and gradients have the same bits at every budget under `jax.jit`. Every equation of the body and its
-            derivative then stands alone, which XLA does not fuse; loops are not nested.
+            derivative then stands alone, and XLA fuses no two of them; loops are not nested.
 
     Raises:
         OptionError: An option cannot be used.
         GraphError: The body is no body of a loop.
-        InfeasibleBudgetError: The loop exceeds the budget even if its loops are nested and nothing but carries is saved.
+        InfeasibleBudgetError: The loop exceeds the budget even if it is nested and only carries are saved.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -235,14 +235,14 @@ def scan(
 def maxtext_config(found: ScanPolicy) -> str:
     """A policy as lines of a configuration of MaxText: ``remat_policy: 'custom'`` and a line for each name.
 
-    A name is on the ``device`` if it is saved, else it is computed again (``remat``). Only names that the body has are
-    written, because an older MaxText refuses names that it does not know.
+    The line of a saved value is ``device``, that of a recomputed one ``remat``. Only names of the body are written, because
+    older versions of MaxText refuse names that they do not know.
 
     Args:
         found: A policy that was chosen among the body's own names: ``policy(block, ..., names="own")``.
 
     Returns:
-        Lines of YAML for a configuration file, to be given to MaxText in place of ``remat_policy``.
+        Lines of YAML that replace ``remat_policy`` in a configuration file of MaxText.
 
     Raises:
         OptionError: A name is not one of MaxText's.

@@ -1,4 +1,4 @@
-"""The search for what a loop over layers saves: choose by the model, compile, correct the model, and choose again."""
+"""The search for the values that a loop over layers saves: choose by the model, compile, correct the model, choose again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger("checkmate.jax")
 
 
 class Loop:
-    """A loop over layers and its derivative, from the shapes and types of its carry and of what one layer is given.
+    """A loop over layers and its derivative, from the shapes and types of its carry and of the slice for one layer.
 
-    Layers save the same values unless they may differ, and can then be nested, though not if every equation stands alone.
-    ``fixed_bytes`` are those of arguments, tangents, results and gradients.
+    Only layers that may differ can save different values or be nested; exact loops, whose equations stand alone, are not nested.
+    ``fixed_bytes`` are the bytes of arguments, tangents, results and gradients.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Loop:
         self.fixed_bytes = sum(map(type_bytes, (*self._specs, *results, *(arrays[i] for i in self._wanted))))
 
     def overhead(self, cost: float) -> float:
-        """Cost of the loop and its derivative over that of saving everything, given the cost of what is computed again."""
+        """Cost of the loop and its derivative, divided by the cost if everything is saved; `cost` is that of recomputations."""
         return 1 + cost / (self.layers.length * self.layers.choices.total)
 
     def planned_bytes(self, arrangement: Arrangement) -> int:
-        """Bytes of temporary values by what is traced, each value freed after its last reader."""
+        """Bytes of temporary values in the traced loop, each value freed after its last reader."""
         jaxpr = without_dead_code(jax.make_jaxpr(self._pair(arrangement))(*self._specs))
         return peak_bytes(jaxpr) - sum(type_bytes(v.aval) for v in jaxpr.outvars)
 
     def temp_bytes(self, arrangement: Arrangement) -> int:
-        """Bytes of temporary values as XLA compiles it."""
+        """Bytes of temporary values as XLA compiles the loop."""
         with progress.shown("compiling a loop"):
             return temp_bytes(self._pair(arrangement), self._specs)
 
@@ -94,7 +94,7 @@ class Loop:
                 found = [_largest_within(within, planned, target) for within, target in targets]
             chosen = cheapest((a for a in found if a is not None and a not in compiled), best)
             if chosen is None and best == math.inf:
-                # Nothing fits by what is known. What needs least decides whether the budget is refused.
+                # No arrangement is expected to fit. The one that needs the fewest bytes decides whether the budget is refused.
                 chosen = min((a for a in self.layers.least() if a not in compiled), key=planned, default=None)
             if chosen is None:
                 break
@@ -122,7 +122,7 @@ class Loop:
 
 
 def total_bytes(budget: Amount | Budget) -> int:
-    """The bytes of a budget for a loop, which is not a share."""
+    """The bytes of a budget for a loop; the budget must not be a share."""
     total = parsed(budget)
     if total is None or total.total_bytes is None:
         raise OptionError(
@@ -133,10 +133,10 @@ def total_bytes(budget: Amount | Budget) -> int:
 
 
 def _target(kind: str, compiled: Mapping[Arrangement, int], planned: Callable[[Arrangement], int], room: int) -> int:
-    """Planned bytes at which an arrangement of a kind is foreseen to fill the room.
+    """Planned bytes at which an arrangement of a kind is expected to fill the room.
 
-    XLA needs more than the planned bytes, by an amount that is nearly the same for arrangements of one kind; about a 25th before
-    anything is compiled.
+    XLA needs more than the planned bytes. The difference is nearly the same for arrangements of one kind; before the first
+    compilation it is estimated as a 25th.
     """
     alike = [a for a in compiled if a.kind == kind]
     known = alike or list(compiled)
@@ -152,9 +152,9 @@ def _target(kind: str, compiled: Mapping[Arrangement, int], planned: Callable[[A
 def _largest_within(
     within: Callable[[int], Arrangement | None], planned: Callable[[Arrangement], int], most_bytes: int
 ) -> Arrangement | None:
-    """The cheapest arrangement of a kind that takes no more bytes as it is traced, which are above what the model counts."""
+    """The cheapest arrangement of a kind within some planned bytes, which are more than the model counts."""
     limit = most_bytes
-    for _ in range(6):  # each takes off nearly all that is too much
+    for _ in range(6):  # each removes nearly all of the excess
         arrangement = within(limit)
         if arrangement is None:
             return None

@@ -14,7 +14,7 @@ from checkmate.solvers.tunables import TUNABLES
 
 
 def greedy_starts(run: Run) -> bool:
-    """A search for each start (`starts`); whether no search could gain more than a part of the gap, or none is wanted."""
+    """Make a search for each start (`starts`); returns whether more search could gain only a part of the gap, or is unwanted."""
     session = run.session
     seed = session.limits.seed
     proven = slow = False
@@ -24,7 +24,7 @@ def greedy_starts(run: Run) -> bool:
         search = start.search(run.folded, seed, session.time_up)
         run.searches.append(search)
         attempts_until_s = run.until("greedy plans", TUNABLES.greedy_share)
-        # The greedy plans of one start have to be made in a part of the time left.
+        # The greedy plans of one start have only a part of the time left.
         until_s = session.elapsed_s() + 0.4 * session.left_s()
         with session.within(until_s):
             for only_first in (True, False):
@@ -52,9 +52,9 @@ def greedy_starts(run: Run) -> bool:
 
 
 def _first_proof(run: Run) -> None:
-    """Bound the events at which keeping everything holds most.
+    """Bound the events at which keeping everything holds most bytes.
 
-    A few linear programs: often the first plan is within the gap already, and the proof takes a tenth of a second.
+    These are a few linear programs: often the first plan is within the gap, and the proof takes a tenth of a second.
     """
     events, model = highest_events(run.graph, 4, range(len(run.graph.ops))), run.any_order
     until_s = run.until("bounds of events of the first plans", 0.02)
@@ -67,13 +67,13 @@ def _clearly_done(run: Run) -> bool:
 
 
 def _tight_budget(run: Run, slow: bool) -> None:
-    """Look for a plan where there are few.
+    """Look for a plan within a budget that few plans keep.
 
     The greedy search has fewer ways to go wrong if only forward ops may be computed again: on ResNet-50 above batch 860
-    it finds plans in 0.5 s there, and none with all ops in 20 s. And the search for the smallest peak, which starts
-    from plans that fit larger budgets, comes by plans that a search for this budget misses. Where greedy plans took too long to
-    come to an end, nothing that follows comes to one without a plan, so that the search for the smallest peak has all the time
-    that is left: a refusal says what it found.
+    it then finds plans in 0.5 s, and with all ops none in 20 s. The search for the smallest peak starts from plans for
+    larger budgets, and meets plans that a search for this budget misses. If greedy plans were too slow, later phases would not
+    end without a plan either. The search for the smallest peak then has all the time left, and a refusal names the peak that
+    it found.
     """
     session, share = run.session, 0.3
     until_s = run.until("plans for a tight budget", share)

@@ -18,9 +18,9 @@ from checkmate.solvers.tunables import TUNABLES, suggested_decodes
 
 
 def search_from_starts(run: Run) -> None:
-    """Ruin and recreate from every start, each with the best plan known, not only the one that it found."""
+    """Ruin and recreate from every start, with the best known plan instead of only the start's own."""
     session = run.session
-    # Most of what a search gains it gains at once, and within the gap that is enough.
+    # A search gains most at its beginning, and within the gap that is enough.
     share = TUNABLES.search_share * (0.25 if session.gap <= session.limits.gap else 1.0)
     proven = session.done
     for search in run.searches:
@@ -37,13 +37,13 @@ def search_from_starts(run: Run) -> None:
 
 
 def single_events(run: Run) -> int | None:
-    """Bound by single rows and single events; returns the event that proves most, and None if the run is done."""
+    """Bound by single rows and single events; returns the event that proves most, or None if the run is done."""
     run.session.prove(run.fold.original.cost + row_bound(run.folded))
     return None if run.session.done else _best_single(run, run.any_order, run.searches)
 
 
 def chains(run: Run, event: int) -> Chain:
-    """Bound by chains of events; returns the one for integer programs, that of an event if none proves more."""
+    """Bound by chains of events; returns the chain for integer programs: the given event alone if no chain proves more."""
     if not (run.folded.reorder and run.few):
         return Chain([event])
     until_s = run.until("bounds of chains of events", TUNABLES.chains_share)
@@ -58,9 +58,9 @@ def chains(run: Run, event: int) -> Chain:
 
 
 def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
-    """Rounds of events in any order, those of a search's own order, and search; then again from the better events.
+    """Rounds of event cuts for any order, event cuts for a search's own order, and search; the next from the better events.
 
-    A round takes one search, the next round the next, and replaces it by the search in another order that ended cheapest.
+    Rounds take the searches in turn. Each replaces its search by the cheapest search in another order.
     """
     if not run.few:
         return
@@ -70,11 +70,11 @@ def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
     first = events = chain.first
     share = TUNABLES.any_order_share
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
-    least_s = 0.0  # what a program takes that proves more
+    least_s = 0.0  # seconds of a program that proves more
     for k in range(rounds):
         before, place = (session.cost, session.bound), k % len(searches)
         search = searches[place]
-        # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
+        # Without reordering the given order is the only one, and the second kind of cuts below is stronger.
         if not session.done and run.folded.reorder and tuple(events) not in ended and run.seconds_of(share) >= least_s:
             floating = quick(tuple(events))[1]
             program = chain._replace(first=events), run.any_order, share
@@ -86,16 +86,16 @@ def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
         model = CutModel(run.folded, tuple(search.targets))
         event = _best_single(run, model, [search])
         if event is not None and not session.done:
-            # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
-            # them still needs, and is no plan. A program of all events that would not end gives no start; one of few does.
+            # Ops on demand always float: without variables for them, a solution may drop a value that one of them still needs,
+            # and is no plan. If a program of all events would not end in time, one of few events still gives a start.
             own_share = TUNABLES.own_order_share
             some = all(o in search.stage for o in first) and run.seconds_of(own_share) >= least_s
             cuts, _ = _refine(run, search, Chain(first if some else [event]), model, own_share, floating=True)
-            # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
+            # The events from the given order are good for any order too, as far as the DAG makes them a chain.
             other = chain_of(run.any_order, [*cuts, *first])
             if not session.done:
                 events = max(events, other, key=lambda chain: quick(tuple(chain))[0])
-            share = 0.75 * TUNABLES.any_order_share  # the search has had its part
+            share = 0.75 * TUNABLES.any_order_share  # from now on less, since the search has had its time
         if session.done:
             return
         decodes = max(200, suggested_decodes(len(run.graph.ops)) // 4)
@@ -107,13 +107,13 @@ def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
 
 
 def final_search(run: Run) -> None:
-    """Search on from the best plan, and on a small graph from new orders, until nothing is gained or time is up."""
+    """Continue from the best plan, and on a small graph from new orders, until nothing is gained or time is up."""
     work = suggested_decodes(len(run.graph.ops))
     best = run.best_search()
     without_gain = 0
     while math.isfinite(best.best_cost) and without_gain < TUNABLES.patience and not run.session.done:
         others = [_search_orders(run, best)]
-        if len(run.graph.ops) <= 500 and run.folded.reorder:  # on larger graphs a search from a new order seldom comes near
+        if len(run.graph.ops) <= 500 and run.folded.reorder:  # on larger graphs a search from a new order is seldom near the best
             others.append(_search_orders(run, _from_new_order(run)))
         else:
             run.improve(best, work // 4, math.inf, temperature=5 * TUNABLES.temperature)
@@ -129,9 +129,9 @@ def final_search(run: Run) -> None:
 
 
 def explore(run: Run, exploration: Exploration | None = None) -> Exploration | None:
-    """A* on the states of a small graph: for a moment, and if it is given again for most of the time left. None if it has ended.
+    """A* on a small graph: first for a moment, a given exploration for most of the time left. Returns None if it has ended.
 
-    It finds plans that no search finds, such as those of 31 fused ops at a tight budget.
+    It finds plans that no local search finds, for example for 31 fused ops at a tight budget.
     """
     share = 0.8
     if exploration is None:
@@ -145,8 +145,8 @@ def explore(run: Run, exploration: Exploration | None = None) -> Exploration | N
 
 
 def _best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
-    """Bound by single events where the plans hold most; returns the event that proves most."""
-    # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
+    """Bound by the single events at which the plans hold most; returns the event that proves most."""
+    # On a large graph it takes seconds to count the bytes of a plan, and the events of keeping everything are good enough.
     plans = [search.order() for search in searches if run.few and math.isfinite(search.best_cost)]
     events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[:2]])
     until_s = run.until("bounds of single events", TUNABLES.single_events_share)
@@ -154,7 +154,7 @@ def _best_single(run: Run, model: CutModel, searches: list[Search]) -> int | Non
 
 
 def _quick_bound(run: Run, search: Search, events: tuple[int, ...]) -> tuple[float, bool]:
-    """As `bounds.events.refine.quick_bound`, for any order; the bound is kept."""
+    """`bounds.events.refine.quick_bound` for any order; the session takes the bound."""
     bound, floating = quick_bound(run.any_order, events, run.session.left_s)
     run.prove(search, bound, True)
     return bound, floating
@@ -163,12 +163,12 @@ def _quick_bound(run: Run, search: Search, events: tuple[int, ...]) -> tuple[flo
 def _refine(
     run: Run, search: Search, chain: Chain, model: CutModel, share: float, *, floating: bool, known: float = -math.inf
 ) -> tuple[list[int], float]:
-    """The events that a refinement comes to in a share of the time left, and the seconds that one event more would take."""
+    """The final events of a refinement in a share of the time left, and the seconds that one more event would take."""
     limits = run.session.limits
     work = "event cuts for any order" if model is run.any_order else "event cuts for one order"
     left_s = run.seconds_to(run.until(work, share))
-    # Integer programs stop at a part of the session's gap: bounds add up with what the search leaves. Near the engine's
-    # tolerance of 1e-6 nothing is gained.
+    # Integer programs stop at a part of the session's gap, because the search leaves a gap too. Near the engine's tolerance of
+    # 1e-6 nothing is gained.
     gap = max(1e-5, limits.gap / 10)
     refinement = Refinement(
         model=model,
@@ -184,10 +184,10 @@ def _refine(
 
 
 def _search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search:
-    """Alternate annealing of the plan's sequence and local search until several sequences in a row bring no gain.
+    """Alternate annealing of the plan's sequence and local search until several sequences in a row gain nothing.
 
-    Returns the search with the cheapest plan; the newest among equals, as equal plans in other orders lead on. Not on a graph of
-    over 3,000 ops: an annealing of a second has too few moves for it.
+    Returns the search with the cheapest plan; the newest among equals, because equal plans in other orders can lead to better
+    ones. Graphs of over 3,000 ops are skipped: an annealing of a second makes too few moves.
     """
     session, ops = run.session, len(run.graph.ops)
     without_gain = 0 if run.folded.reorder and math.isfinite(search.best_cost) and ops <= 3000 else TUNABLES.patience
@@ -200,10 +200,10 @@ def _search_orders(run: Run, search: Search, until_s: float = math.inf) -> Searc
             other = min((search.in_order_of(order, seed) for order in orders), key=_cost)
         if other.best_cost < before:
             run.offer(other.order())
-        # Many orders for a moment each: an order that comes near the best does so early.
+        # Many orders for a moment each: a good order comes near the best plan early.
         run.improve(other, min(750, suggested_decodes(ops)), until_s)
         without_gain = 0 if other.best_cost < before else without_gain + 1
-        # Also at equal cost: the new order is lower, and the next search starts from it.
+        # Even at equal cost: the new order has a lower peak, and the next search starts from it.
         if other.best_cost <= before:
             search = other
     return search
@@ -212,7 +212,7 @@ def _search_orders(run: Run, search: Search, until_s: float = math.inf) -> Searc
 def _from_new_order(run: Run) -> Search:
     """A search in the graph's own order after one more annealing of it, with greedy plans."""
     seed = run.random.randrange(1 << 32)
-    # Room for less than the budget leaves the search something to spend on cheaper plans.
+    # A room below the budget leaves bytes that the search can spend on cheaper plans.
     room = run.random.choice((0.85, 0.9, 0.95, 0.97, 1.0)) * (run.folded.budget_bytes - run.graph.resident_bytes)
     order = anneal_order(run.folded, range(len(run.graph.ops)), room, seed, run.session.time_up)
     search = Search(run.folded, frozenset(), seed, order, run.session.time_up)

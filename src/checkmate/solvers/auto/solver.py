@@ -1,9 +1,9 @@
 """The default solver: local search and event cuts take turns until the gap is met.
 
-Neither is enough alone. Search finds no proof, and its plans can be far off: ResNet-50 at half of its memory stayed at an
-overhead of 1.249 until the solution of an integer program with a few event cuts gave a start at 1.131. The cuts find no
-plan where memory binds between events. Each gives the other what it found; ``docs/decisions/0004`` has the measurements behind
-the order of the phases.
+Neither is enough alone. Search finds no proof, and its plans can be far from optimal: ResNet-50 at half of its memory stayed at
+an overhead of 1.249 until the solution of an integer program with a few event cuts gave a start at 1.131. The cuts find no
+plan if memory binds between events. Search and cuts pass their results to each other; ``docs/decisions/0004`` has the
+measurements behind the order of the phases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from checkmate.solvers.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Local search for plans and event cuts for the proof, each started from what the other found.
+    """Local search for plans and event cuts for the proof, each started from the other's results.
 
     The logger ``checkmate.solvers.auto`` shows the phases and their times at level DEBUG.
 
@@ -43,7 +43,7 @@ class Auto:
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
-        # A tiny graph is solved before kernels could be loaded, or compiled.
+        # A tiny graph is solved in less time than loading or compiling kernels takes.
         if len(problem.graph.ops) <= 7 and len(problem.graph.values) <= 10:
             return BruteForce().run(problem, session)
         solve_in_phases(problem, session, self.rounds)
@@ -56,7 +56,7 @@ class Auto:
 
 def solve_in_phases(problem: Problem, session: Session, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
-    session.prepare(lambda: importlib.import_module("checkmate.solvers.auto.phases"))  # numba and scipy, which takes a second
+    session.prepare(lambda: importlib.import_module("checkmate.solvers.auto.phases"))  # numba and scipy: takes a second
     from checkmate.solvers.auto import phases
     from checkmate.solvers.auto.greedy import greedy_starts
     from checkmate.solvers.auto.run import Run
@@ -76,7 +76,7 @@ def solve_in_phases(problem: Problem, session: Session, rounds: int) -> None:
     chain = phases.chains(run, event)
     if session.done:
         return
-    # A* may still close the gap; one round gives it a better plan, and so a lower limit.
+    # A* may still close the gap; one round gives it a better plan, and thereby a lower limit.
     phases.integer_programs(run, chain, rounds if exploration is None else 1)
     if exploration is not None and not session.done:
         phases.explore(run, exploration)

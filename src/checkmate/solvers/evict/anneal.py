@@ -1,16 +1,16 @@
-"""Simulated annealing over sequences of computations: they are moved, repeated and left out, all at once.
+"""Simulated annealing over sequences of computations, which are moved, repeated and left out together.
 
-The eviction search finds what is computed again in an order of first computations, and keeps that order; it gets not far where
-one needs the other. Here a state is any sequence of ops that computes each at least once. A read takes the newest instance of a
-value, so that a sequence is a plan, and a step is one of:
+The eviction search finds recomputations for a fixed order of first computations. That is not enough if a better order pays only
+together with other recomputations. Here a state is any sequence of ops that computes each at least once. A read takes the newest
+instance of a value, so every sequence is a plan. A step is one of:
 
-- a computation moves to another place, where it reads the same instances and is read by the same computations;
-- one of several computations of an op is left out, and what only it needed with it: older instances are held for longer;
-- a value that is live at some place and not read there is computed again before its next read, ancestors that are no longer live
-  included.
+- a computation moves to another place, with the same instances read and the same readers;
+- one of several computations of an op is left out, with all computations that only it needed: older instances are held longer;
+- a value that is live and not read at some place is computed again before its next read, together with ancestors that are no
+  longer live.
 
-The energy is the cost and a price for each byte over the budget in each step, which rises from one at which a sequence may well
-be over the budget to one at which it hardly can. FastSA (NeurIPS 2023) anneals order and recomputations together too, on
+The energy is the cost plus a price for each byte over the budget in each step. The price rises during the annealing: at first a
+sequence may exceed the budget, in the end hardly. FastSA (NeurIPS 2023) also anneals order and recomputations together, on
 a segment tree. Here each step is evaluated in one pass over the sequence from its end: ten microseconds on five hundred ops.
 """
 
@@ -32,26 +32,26 @@ from checkmate.solvers.evict.profile import next_random, seeded
 from checkmate.solvers.flat_graph import FlatGraph, Ints, flatten
 
 _LONGEST_CHAIN: Final = 64
-"""Computations that one step may add; draws of a place, or of a read, for one that needs a certain kind are 24."""
+"""Most computations that one step may add. A place or a read of a wanted kind is drawn up to 24 times."""
 
 
 class Resequenced(NamedTuple):
     """Sequences of an annealing, as orders of computations."""
 
     best: list[int]  # the cheapest within the budget; empty if none was
-    last: list[int]  # the one that it ended with, which may be over the budget
+    last: list[int]  # the last one, which may exceed the budget
 
 
 def anneal_sequence(problem: Problem, order: Sequence[int], seed: int, time_up: Flag | None = None) -> Resequenced:
-    """Anneal from an order that can run, each op of a folded graph in it at least once."""
+    """Anneal from an order that can run and has each op of a folded graph at least once."""
     g = flatten(problem)
     graph, room = problem.graph, float(problem.budget_bytes - problem.graph.resident_bytes)
-    # A view that folding left keeps the instance that it was made from, which the kernels do not know: the op of that one is not
+    # A view that folding left keeps its base's instance alive. The kernels do not know that rule, so the op of the base is not
     # computed again.
     for o in {graph.producer[graph.root[v]] for v, x in enumerate(graph.values) if x.base is not None}:
         g.values["evictable"][list(graph.ops[o].outputs)] = 0
     random = np.random.default_rng(seed)
-    # No price is best on all graphs: low ones find sequences of other kinds, high ones such that keep to a tight budget.
+    # No price is best on all graphs: low ones find sequences of other kinds, high ones find sequences within a tight budget.
     op_cost = max(1.0, graph.cost / max(1, len(graph.ops)))
     price = float(random.choice([12.0, 25.0, 50.0])) * op_cost / max(1.0, room)
     settings = _Annealing(
@@ -68,11 +68,11 @@ def anneal_sequence(problem: Problem, order: Sequence[int], seed: int, time_up: 
 
 
 def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed: int, time_up: Flag | None = None) -> list[int]:
-    """An order of the same computations of a folded graph whose steps hold fewer bytes over a room above the resident ones.
+    """An order of the same computations of a folded graph with fewer bytes over `room_bytes`, which excludes resident bytes.
 
-    The penalty is the sum over all steps of what exceeds the room: a smoother aim than the peak, which most moves leave as it is.
-    The result depends on the temperature more than on the time: a start at 1e-3 of the cost gained 0.1 % in 23 s, one at 1e-4
-    gained 0.4 % in 5 s.
+    The penalty is the sum over all steps of the bytes over the room: smoother than the peak, which most moves do not change.
+    The result depends on the temperature more than on the time: a start at 1e-3 of the cost gained 0.1 % in 23 s, a start at
+    1e-4 gained 0.4 % in 5 s.
     """
     hot = 0.02 * max(1.0, room_bytes)
     moves = min(40_000, 25_000_000 // (len(order) + 1))  # a quarter of a second; five times as many gain 2 %
@@ -100,7 +100,7 @@ def _annealed(g: FlatGraph, settings: _Annealing, order: Sequence[int], seed: in
 
 
 class _Annealing(NamedTuple):
-    """How to anneal. Temperature and price of memory change geometrically; all fields are of these very types."""
+    """How to anneal. Temperature and price of memory change geometrically; fields must have exactly these types."""
 
     room: float  # bytes at no price
     moves: int
@@ -108,31 +108,31 @@ class _Annealing(NamedTuple):
     cold: float
     low_price: float  # of a byte over the room in one step
     high_price: float
-    shifts: float  # share of moves of a computation to another place; what moves leave is for adding computations
-    removals: float  # share of computations left out
+    shifts: float  # share of steps that move a computation; the rest, without removals, adds computations
+    removals: float  # share of steps that leave computations out
 
 
 class _Work(NamedTuple):
     """Working arrays of the kernels."""
 
-    values: npt.NDArray[Any]  # whether it is live; the last place that touches it; whether it is made again
-    ops: npt.NDArray[Any]  # its first and last place, and how many of its computations a pass has come by
+    values: npt.NDArray[Any]  # whether each is live; the last place that touches it; whether it is made again
+    ops: npt.NDArray[Any]  # first and last place of each, and the number of its computations that a pass has seen
     runs: Ints  # computations of each op in the sequence
     trial_runs: Ints  # the same in the trial
     trial: Ints  # the sequence after a move
     held: npt.NDArray[np.float64]  # bytes at each place of the sequence
     trial_held: npt.NDArray[np.float64]
     several: Ints  # places whose op is computed more than once
-    chain: npt.NDArray[Any]  # ops of a depth-first search, the next input to look at, and computations to add
+    chain: npt.NDArray[Any]  # ops of a depth-first search, the next input to visit, and computations to add
     time_up: Flag
 
 
 @inner_kernel
 def _excess(g, w, sequence, length, runs, bytes_at, room, most):
-    """Bytes over the room, summed over all places, and whether the sequence keeps the rules with no more than ``most`` of them.
+    """Bytes over the room, summed over all places, and whether these are at most ``most`` and the sequence keeps the rules.
 
-    One pass from the end: a value is live before a place if it is read there or, not made there, is live after it. Fills the
-    bytes at each place.
+    One pass from the end: a value is live before a place if the place reads it, or if it is live after the place, which does
+    not make it. Fills the bytes at each place.
     """
     for v in range(len(w.values)):
         w.values[v].live = 0
@@ -145,7 +145,7 @@ def _excess(g, w, sequence, length, runs, bytes_at, room, most):
         if w.ops[o].last < 0:
             w.ops[o].last = p
             w.ops[o].passed = 0
-            if runs[o] > 1:  # the state of a random generator, from the first to the last computation
+            if runs[o] > 1:  # the replay state, held from the first to the last computation
                 held += g.ops[o].replay
         w.ops[o].first = p
         w.ops[o].passed += 1
@@ -185,9 +185,9 @@ def _excess(g, w, sequence, length, runs, bytes_at, room, most):
 
 @inner_kernel
 def _without_unread(g, w, length):
-    """Leave out computations of the trial that nothing reads where their op has others; returns the new length.
+    """Leave out unread computations of the trial whose op has other computations; returns the new length.
 
-    `reductions.unread.without_unread` on flat arrays, without the prescribed places, which `_excess` sees to.
+    This is `reductions.unread.without_unread` on flat arrays, without the rules on places, which `_excess` checks.
     """
     for v in range(len(w.values)):
         w.values[v].live = 0
@@ -223,7 +223,7 @@ def _reads(g, o, v):
 
 @inner_kernel
 def _reads_from(g, a, b):
-    """Whether an op reads what another makes."""
+    """Whether an op reads an output of another."""
     reads = False
     for k in range(g.ops[a].reads, g.ops[a + 1].reads):
         reads = reads or g.values[g.reads[k]].producer == b
@@ -232,10 +232,10 @@ def _reads_from(g, a, b):
 
 @inner_kernel
 def _shift(g, w, sequence, length, random):
-    """Fill the trial with the sequence after one computation has moved; whether one has.
+    """Fill the trial with the sequence after one computation has moved; returns whether one has.
 
-    Up to its new place it passes no computation of its op, and none that makes what it reads or reads what it makes. In 30 % of
-    the draws it may pass any number, else at most 30.
+    On the way to its new place the computation passes no computation of its op, no producer of its inputs and no reader of its
+    outputs. In 30 % of the draws it may pass any number of others, else at most 30.
     """
     source = int(next_random(random) * (length - 1))
     o = sequence[source]
@@ -262,9 +262,9 @@ def _shift(g, w, sequence, length, random):
 
 @inner_kernel
 def _find_read(g, w, sequence, length, room, excess, random):
-    """A place at which to free memory, a value that is live there and not touched, and its next read.
+    """A place at which to free memory, a value that is live and not touched there, and the value's next read.
 
-    The place is one over the room if there is any, else one that is nearly full. The value is -1 if none is found.
+    The place is over the room if there is any such place, else nearly full. The value is -1 if none is found.
     """
     least = room if excess > 0 else 0.97 * room
     p = 0
@@ -295,10 +295,10 @@ def _find_read(g, w, sequence, length, room, excess, random):
 def _chain(g, w, sequence, length, p, value, at, random):
     """Fill ``w.chain`` with the computations that make a value again right before ``at``; returns their number, 0 if too many.
 
-    An ancestor that is not live at ``at`` is held for longer, or computed again as well: more likely so if it was no longer
-    live at ``p``, where holding it would take what is to be freed.
+    An ancestor that is not live at ``at`` is held longer or computed again too. Recomputation is more likely if the ancestor was
+    no longer live at ``p``, because holding it would take up the bytes to be freed there.
     """
-    # The last place that touches the instance of each value that is the newest before ``at``; -1 if there is none yet.
+    # For each value: the last place that touches its newest instance before ``at``; -1 if it has none yet.
     for v in range(len(w.values)):
         w.values[v].touched = -1
         w.values[v].remade = 0
@@ -358,7 +358,7 @@ def _anneal(g, w, settings, sequence, length, best, random):
         best_cost, best_length = cost, length
         for p in range(length):
             best[p] = sequence[p]
-    repeats = -1  # places whose op is computed more than once; -1 where they have to be looked up again
+    repeats = -1  # number of places whose op is computed more than once; -1 if they must be counted again
     for move in range(settings.moves):
         if w.time_up[0] != 0 or (settings.shifts == 1.0 and excess <= 0):
             break
@@ -379,7 +379,7 @@ def _anneal(g, w, settings, sequence, length, best, random):
             if not _shift(g, w, sequence, length, random):
                 continue
         else:
-            # ``gone`` computations from ``at`` on are left out, and ``count`` are added in their place.
+            # ``gone`` computations from ``at`` on are replaced by ``count`` others.
             at, gone, count = 0, 0, 0
             if kind < settings.shifts + settings.removals:
                 if repeats == 0:
@@ -407,7 +407,7 @@ def _anneal(g, w, settings, sequence, length, best, random):
             trial_cost = 0.0
             for p in range(trial_length):
                 trial_cost += g.ops[w.trial[p]].cost
-        # What the excess may be for the move to be made: drawn first, so that the pass can end early.
+        # The largest excess at which the move is accepted; it is drawn first, to let the pass end early.
         most = excess + (cost - trial_cost - temperature * np.log(max(next_random(random), 1e-300))) / price
         if most < 0:
             continue

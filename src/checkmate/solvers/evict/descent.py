@@ -1,15 +1,15 @@
 """A local search for the plan of the lowest peak.
 
-A greedy repair of the plan that holds everything ends some per cent above the lowest peak, for two reasons. No op is computed
-twice within a stage, and only first computations have stages: what is computed again on the way to one has none. Here every
-computation of a plan has a stage, and each plan that is found gives the next step finer ones. And values that are kept
-to the end, the gradients of the parameters, are held beside all that is computed after them. Left to the end, they take a
-second backward pass, which needs the memory of the first again, but beside fewer of them. Which to leave depends on the graph.
+A greedy repair of the plan that holds everything ends some per cent above the lowest peak, for two reasons. First, no op is
+computed twice within a stage, and only first computations have stages, recomputations on the way to them have none. Here every
+computation of a plan has a stage, and each plan gives the next step finer stages. Second, kept values, like gradients of
+parameters, are held during all later computations. Computed at the end instead, they take a second backward pass, which needs
+the memory of the first again, but with fewer gradients held. Which ones to compute at the end depends on the graph.
 
-Many stages have the same peak in such plans, and no step lowers all of them. So a step is judged by the bytes above a level
-below the peak, summed over all computations. Reached, the level is lowered; not reached, it is raised, and in the end
-the search begins again. Steps are those of ruin and recreate (Schrimpf et al. 2000), and two that move
-computations: some kept values to the end, or a value that is computed again, with what that takes, to an earlier place.
+Many stages of these plans have the same peak, and no step lowers all of them. A step is therefore judged by the bytes above a
+level below the peak, summed over all computations. The level is lowered when it is reached, and raised when it is not; finally
+the search begins again. Steps are those of ruin and recreate (Schrimpf et al. 2000), and two that move computations: of some
+kept values to the end, or of a recomputed value, with the recomputations that it needs, to an earlier place.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from checkmate.solvers.reductions.unread import without_unread
 class Descent:
     """Steps from a plan to plans of lower peaks, on a problem whose views are folded and whose budget is ignored.
 
-    Walks begin from each of some plans in turn, as ops in the order of their computations. One that holds everything may lead
-    further than one of a low peak, whose values are evicted as suits that peak. `order` and `peak_bytes`, resident bytes
-    included, are of the plan of the lowest peak so far.
+    Walks begin from each of some plans in turn, given as ops in the order of their computations. A plan that holds everything may
+    lead further than a plan of a low peak, whose evictions fit only that peak. `order` and `peak_bytes`, resident bytes
+    included, describe the plan of the lowest peak so far.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Descent:
         self.order, self.peak_bytes = self._begin()
 
     def step(self) -> bool:
-        """One step; whether the peak is lower than before."""
+        """Make one step; returns whether the peak is lower than before."""
         before, choice = self.peak_bytes, self._random.choice
         order, cleared = self._changed()
         seed = self._random.getrandbits(32)
@@ -60,7 +60,7 @@ class Descent:
         exponent, noise, batch = choice((0.0, 0.0, 0.3, 0.6, 1.0, 1.5)), choice((0.05, 0.2, 0.4)), choice((0.0, 0.3, 1.0))
         excess, found = search.relieve(search.code_of(order), exponent, noise, batch, cleared)
         self._failed += 1
-        # One of the same excess is taken as well: a walk on the plateau.
+        # A plan of the same excess is accepted too: a walk on the plateau.
         if excess <= self._excess:
             self._current = without_unread(self._problem, found)
         if excess < self._excess:
@@ -74,9 +74,9 @@ class Descent:
         return self.peak_bytes < before
 
     def _begin(self) -> tuple[list[int], int]:
-        """Begin from the next of the plans to begin from; returns it and its peak."""
-        # Distance of the level below the peak, as a share of the peak's distance from the floor. It is halved where the level is
-        # not reached and doubled, to this at most, where it is.
+        """Begin from the next of the given plans; returns it and its peak."""
+        # Distance of the level below the peak, as a share of the peak's distance from the floor. It is halved when the level is
+        # not reached, and doubled, up to this start, when it is.
         self._aim = 0.5
         self._lowest, self._lowest_profile = next(self._first)
         self._lower()
@@ -87,7 +87,7 @@ class Descent:
         return int(self._lowest_profile.max())
 
     def _lower(self) -> None:
-        """Go on from the lowest plan since the beginning, with a level below its peak."""
+        """Continue from the lowest plan of this walk, with a level below its peak."""
         lowest = self._lowest_bytes
         self._level = lowest - max(1, int(self._aim * (lowest - self._floor)))
         self._current, self._failed = self._lowest, 0
@@ -107,7 +107,7 @@ class Descent:
             self._lower()
 
     def _changed(self) -> tuple[list[int], Ruin | None]:
-        """An order of stages, and how much of its code to clear."""
+        """A new order of stages, and how much of its code to clear."""
         draw, choice = self._random.random, self._random.choice
         if self._movable and draw() < 0.4:
             return self._with_some_at_end(), None
@@ -118,7 +118,7 @@ class Descent:
         return self._current, Ruin(choice((1, 3, 12, 1_000_000)), choice((0.01, 0.05, 0.2)), choice((0.5, 0.25)))
 
     def _with_some_at_end(self) -> list[int]:
-        """The plan with some kept values that are neighbours in it made at the end only."""
+        """The plan with some neighbouring kept values computed only at the end."""
         draw = self._random
         last = {o: place for place, o in enumerate(self._current) if o in self._movable}
         ops = sorted(last, key=lambda o: last[o])
@@ -127,11 +127,11 @@ class Descent:
         if draw.random() < 0.3:
             chosen = [o for o in chosen if draw.random() < 0.5] or chosen[:1]
         left = frozenset(chosen)
-        # What is computed again for these alone has no stage any more.
+        # Recomputations for these alone lose their stages.
         return [*without_unread(self._problem, [o for o in self._current if o not in left]), *chosen]
 
     def _with_one_earlier(self) -> list[int]:
-        """The plan with a value made earlier that is made again above the level, or soon after, and what is made for it alone."""
+        """The plan with one recomputation, made above the level or soon after, moved earlier with those that it alone needs."""
         order, draw = self._current, self._random
         first = {o: place for place, o in reversed(list(enumerate(order)))}
         again = [place for place, o in enumerate(order) if first[o] < place]
@@ -151,7 +151,7 @@ class Descent:
         return [*order[:to], *(order[place] for place in sorted(moved)), *rest]
 
     def _readers(self, order: Sequence[int]) -> list[set[int]]:
-        """Places that read what each computation makes; the end is one."""
+        """Places that read the outputs of each computation; the end counts as a place."""
         graph = self._problem.graph
         made: dict[int, int] = {}
         readers: list[set[int]] = [set() for _ in order]

@@ -1,7 +1,7 @@
-"""Kernels that evict at a peak what is cheapest to compute again, until a plan is within the budget.
+"""Kernels that evict the values at a peak that are cheapest to compute again, until a plan is within the budget.
 
-Each value that is live at the peak and not read there is priced by the cost of computing it again, ancestors that would be
-missing included, per byte of excess relieved. Prices may be estimates: every plan is decoded and measured from its sequence.
+The price of a value that is live and not read at the peak is the cost of computing it and missing ancestors again, per byte of
+excess relieved. Prices may be estimates: every plan is decoded and measured from its sequence.
 """
 
 # numba compiles loops over flat arrays; it has no types for pyright to check.
@@ -18,22 +18,22 @@ from checkmate.solvers.evict.profile import add_interval, next_gap, next_random,
 
 
 class Repair(NamedTuple):
-    """How to evict. All fields are of these very types: others would make numba compile another version."""
+    """How to evict. Fields must have exactly these types: for others numba would compile another version."""
 
     budget: float  # bytes above resident ones
-    # Exponent of the number of steps over the budget that an eviction relieves, in its benefit. 0 looks at the peak alone; larger
-    # ones prefer values that are held through many peaks.
+    # Exponent, in the benefit of an eviction, of the number of steps over the budget that it relieves. At 0 only the peak counts;
+    # larger exponents prefer values that are held through many peaks.
     duration_exponent: float
     noise: float  # prices are multiplied by e to a uniform number within plus and minus this
-    # Share of the excess that is evicted before decoding again, one value at least: 0 is the most careful, 1 the fastest.
+    # Share of the excess to evict before decoding again, at least one value: 0 is the most careful, 1 the fastest.
     batch_fraction: float
-    cutoff: float  # cost from which on a plan is not wanted
+    cutoff: float  # plans of this cost or more are not wanted
     rounds: int  # most decodings
 
 
 @inner_kernel
 def _first_from(places, start, stop, position):
-    """Index in the ascending ``places[start:stop]`` of the first that is not before ``position``."""
+    """Index of the first entry of the ascending ``places[start:stop]`` that is not before ``position``."""
     while start < stop:
         middle = (start + stop) >> 1
         if places[middle] < position:
@@ -56,15 +56,15 @@ def _newest_before(g, w, v, position):
 def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
     """The cost of making an output of an op again at position ``need_at``.
 
-    Returns whether that is possible, its cost, the bytes of values that cannot be made again and would have to be held over the
-    peak for it, how many instances would be evicted along (the first of ``w.listed``), and whether the walk was ended early: the
-    cost is at least that much then.
+    Returns whether that is possible, the cost, the bytes of values that cannot be made again and would have to be held over the
+    peak instead, the number of instances evicted together (the first of ``w.listed``), and whether the walk ended early: the
+    cost is then a lower bound.
 
-    Walks up from the op. An input is free if it is live at ``need_at`` anyway, or if the code holds it from before the peak
-    until then: it is at the peak in any case. Otherwise its producer has to run again too. One that the code holds but that
-    would have died before ``need_at`` is dropped at the peak as well, for otherwise the eviction would only exchange
-    one value for its inputs. The walk ends at a cost above ``most``: on random layered graphs it would go through thousands of
-    ops for values that are never evicted.
+    The kernel walks up from the op. An input is free if it is live at ``need_at`` anyway, or if the code holds it from before
+    the peak until then: it is live at the peak in any case. Otherwise its producer has to run again too. An input that the code
+    would hold, but that would die before ``need_at`` without the eviction, is dropped at the peak too: else the eviction would
+    only exchange a value for its inputs. The walk ends at a cost above ``most``: on random layered graphs it would visit
+    thousands of ops for values that are never evicted.
     """
     mark = w.stamp[0]
     need_stage = w.positions[need_at].stage
@@ -84,24 +84,24 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
             if w.values[v].seen == mark:
                 continue
             w.values[v].seen = mark
-            # Fetched from the host by then, and held from there on.
+            # Fetched from the host by then, and held afterwards.
             if need_stage >= g.values[v].fetched_at:
                 continue
             x = _newest_before(g, w, v, need_at)
-            # Not computed before: it is an op on demand, and the plan pays for its first computation in any case.
+            # Not computed before: the op is on demand, and the plan pays for its first computation in any case.
             if x < 0:
                 continue
             made, last = w.instances[x].made, w.instances[x].last_read
-            # A later op reads this instance, so it is live at ``need_at``.
+            # A later op reads this instance: it is live at ``need_at``.
             if last >= need_at:
                 continue
-            # Whether the code holds the value from its last read to the stage that needs it, so that it is there then.
+            # Whether the code holds the value from its last read to the stage that needs it.
             held = next_gap(code, v, w.positions[last].stage + 1) > need_stage
-            # Read after the peak and held from there on: at the peak in any case, so reading it once more is free.
+            # Read after the peak and held afterwards: it is live at the peak in any case, and one more read is free.
             if held and last >= peak_at:
                 continue
-            # Cannot be made again, or not any more at that stage. Held by the code, it would only live longer: over the peak
-            # if it was made before it, which takes its bytes off the gain. Not held, nothing can bring it back.
+            # Cannot be made again, at least at that stage. If the code holds the value, it only lives longer; if that is over
+            # the peak, its bytes are subtracted from the gain. If the code does not hold it, nothing can bring it back.
             p = g.values[v].producer
             if g.ops[p].once or need_stage > g.ops[p].last_stage:
                 if not held:
@@ -109,12 +109,12 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
                 if made < peak_at:
                     pinned += g.values[v].size
                 continue
-            # Its last read is before the peak, and the code would hold it over the peak now that the eviction gives it a new
-            # reader. Evicted with the value, it is computed again as well: a chain of cheap ops goes as a whole.
+            # Its last read is before the peak, but the eviction gives it a new reader, for which the code would hold it over the
+            # peak. It is evicted with the value and computed again too: a chain of cheap ops is evicted as a whole.
             if held and made < peak_at:
                 w.listed[group] = x
                 group += 1
-            # Made between the peak and the read: holding it a little longer costs nothing at the peak.
+            # Made between the peak and the read: holding it longer costs nothing at the peak.
             elif held:
                 continue
             # An op with several outputs is paid once.
@@ -128,11 +128,11 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
 
 @inner_kernel
 def _price(g, w, code, x, at, excess, exponent, most):
-    """Price of evicting an instance that is live at the peak, ``most`` being the score from which on it need not be known.
+    """Price of evicting an instance that is live at the peak; scores of ``most`` or more need not be exact.
 
     Returns whether anything is gained, the score (cost per byte of excess relieved, lower is better), the bytes freed at the
-    peak, the last position before it that makes or reads the value, how many instances are evicted along (the first of
-    ``w.listed``), and whether the score is only known to be at least that much.
+    peak, the last position before it that makes or reads the value, the number of instances evicted together (the first of
+    ``w.listed``), and whether the score is only a lower bound.
     """
     stage, v = w.positions[at].stage, w.instances[x].value
     first, stop = w.instances[x].uses, w.instances[x + 1].uses
@@ -144,12 +144,12 @@ def _price(g, w, code, x, at, excess, exponent, most):
     need_at = w.uses[use]
     need_stage = w.positions[need_at].stage
     p = g.values[v].producer
-    # Within a stage nothing is dropped, so a value touched and read in the stage of the peak stays; and an op whose inputs are
+    # Within a stage nothing is dropped: a value touched and read in the stage of the peak stays. An op whose inputs are
     # overwritten by the next read cannot run again.
     if (w.positions[touch].stage == stage and need_stage == stage) or need_stage > g.ops[p].last_stage:
         return False, 0.0, 0.0, 0, 0, False
     duration = max(1, w.positions[need_at].over - w.positions[touch + 1].over) ** exponent if exponent > 0 else 1.0
-    # More than the excess is worth no more: else large values win where a small one would do.
+    # Bytes beyond the excess count nothing: otherwise large values would win although a small one is enough.
     benefit = min(g.values[v].size, excess) * duration
     w.stamp[0] += 1
     possible, cost, pinned, group, partial = _remake_cost(g, w, code, p, at, need_at, most * benefit)
@@ -158,7 +158,7 @@ def _price(g, w, code, x, at, excess, exponent, most):
         return False, 0.0, 0.0, 0, 0, False
     if not partial:
         benefit = min(gain, excess) * duration
-    # A little is added to the cost: among ops that cost nothing the larger value is the better eviction.
+    # A little is added to the cost: among values that cost nothing, the larger one is the better eviction.
     return True, (cost + 1e-9) / benefit, gain, touch, group, partial
 
 
@@ -166,7 +166,7 @@ def _price(g, w, code, x, at, excess, exponent, most):
 def _evict(w, code, value, last_touch, peak_stage):
     """Drop a value from its last touch before the peak to the peak's stage; False if its row is full.
 
-    Where the touch is in the stage of the peak, it can be dropped only in the next one: within a stage what was made stays.
+    If the touch is in the stage of the peak, the value is dropped in the next stage: within a stage no value is dropped.
     """
     start = w.positions[last_touch].stage + 1
     return add_interval(code, value, start, max(start, peak_stage))
@@ -174,7 +174,7 @@ def _evict(w, code, value, last_touch, peak_stage):
 
 @inner_kernel
 def _sink(heap, k, count):
-    """Restore the order of the heap of candidates, by score and among equals by index, from place ``k`` down."""
+    """Restore the order of the heap of candidates (by score, then by index) from place ``k`` down."""
     value, score, noise = heap[k].value, heap[k].score, heap[k].noise
     while 2 * k + 1 < count:
         below = 2 * k + 1
@@ -201,7 +201,7 @@ def _index(g, w, length, budget):
         w.positions[p + 1].over = w.positions[p].over + (1 if w.positions[p].held > budget else 0)
     for o in range(1, ops):
         w.ops[o].runs += w.ops[o - 1].runs
-    # Filled from the back, which leaves the start of each op in the place of its end.
+    # Filled from the back: afterwards the entry after each op is the start of the op's row, not the end.
     for p in range(length - 1, -1, -1):
         o = w.positions[p].op
         w.ops[o + 1].runs -= 1
@@ -213,13 +213,13 @@ def _index(g, w, length, budget):
 
 @kernel
 def evict_at_peak(g, w, code, length, at, excess, settings, random):
-    """Evict the cheapest values at a position until they weigh the batch fraction of the excess, and one at least.
+    """Evict the cheapest values at a position until their bytes reach the batch fraction of the excess; at least one value.
 
-    Returns whether there was a candidate, and room for its interval. What was evicted makes others more expensive, as their
-    ancestors may now be missing. So the cheapest candidate is priced when its turn comes and goes back among the others if it
-    is more expensive than the next: the lazy evaluation of Minoux (1978), which spares pricing all candidates after each
-    eviction. It begins with the cost of each value's own op, and no walk goes on for long beyond the next candidate's score:
-    prices only rise, so that what is known of one is always a lower bound.
+    Returns whether there was a candidate, and room for its interval. An eviction makes other candidates more expensive, because
+    their ancestors may be missing afterwards. The kernel prices the cheapest candidate when its turn comes, and puts it back if
+    it is more expensive than the next: the lazy evaluation of Minoux (1978) avoids pricing all candidates after each eviction.
+    The first price is the cost of each value's own op, and walks end soon beyond the score of the next candidate. Prices only
+    rise, so a known price is always a lower bound.
     """
     _index(g, w, length, settings.budget)
     heap = w.candidates
@@ -229,11 +229,11 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
     count = 0
     for v in range(len(g.values)):
         x = _newest_before(g, w, v, at)
-        # Dead at the peak, or read there for the last time: nothing to gain.
+        # Dead at the peak, or read there for the last time: an eviction gains nothing.
         if g.values[v].evictable and x >= 0 and w.instances[x].last_read > at and w.time_up[0] == 0:
             gains, score, _, _, _, _ = _price(g, w, code, x, at, excess, exponent, 0.0)
             if gains:
-                # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would
+                # The noise of a candidate is drawn once: if each price had new noise, the comparison with the stored score would
                 # fail at random, and the loop might not end.
                 heap[count].value = v
                 heap[count].noise = np.exp(settings.noise * (next_random(random) - 0.5) * 2) if settings.noise > 0 else 1.0
@@ -247,12 +247,12 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
         following = np.inf
         for k in range(1, min(3, count)):
             following = min(following, heap[k].score)
-        # A little further than to the next candidate, so that few walks are repeated.
+        # A little beyond the next candidate's score, to repeat fewer walks.
         most = 1.5 * max(heap[0].score, following) / noise
         x = _newest_before(g, w, v, at)
         gains, price, relieved, touch, group, partial = _price(g, w, code, x, at, excess, exponent, most)
         score = price * noise
-        if gains and (partial or score > following * (1 + 1e-9)):  # by more than rounding
+        if gains and (partial or score > following * (1 + 1e-9)):  # more than rounding errors
             heap[0].score = max(score, heap[0].score)
         else:
             if gains:
@@ -272,11 +272,11 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
 
 @kernel
 def repair(g, w, code, settings, random):
-    """Evict at the peak, decode again, and so on, until the peak is within the budget.
+    """Evict at the peak and decode again, in turns, until the peak is within the budget.
 
-    Returns whether there is such a plan below the cutoff, its cost, its length, and how many sequences were decoded. Each round
-    only adds stages to the intervals, so it ends; `Repair.rounds` ends it earlier where plans grow without coming nearer to the
-    budget, as on ResNet-50 at batch 863 with all ops recomputable. The code is changed also where nothing is found.
+    Returns whether a plan below the cutoff was found, its cost, its length, and the number of decoded sequences. Each round only
+    adds stages to the intervals, so the loop ends; `Repair.rounds` ends it earlier if plans grow without approaching the
+    budget, as on ResNet-50 at batch 863 with all ops recomputable. The code is changed even if no plan is found.
     """
     decodes = 0
     while decodes <= settings.rounds:
@@ -286,7 +286,7 @@ def repair(g, w, code, settings, random):
             return False, 0.0, 0, decodes
         if peak <= settings.budget:
             return cost < settings.cutoff, cost, length, decodes
-        # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
+        # Evictions add computations: a plan above the cutoff never falls below it again.
         if cost > settings.cutoff or w.time_up[0] != 0:
             break
         if not evict_at_peak(g, w, code, length, at, peak - settings.budget, settings, random):

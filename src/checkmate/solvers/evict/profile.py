@@ -1,17 +1,17 @@
 """The kernel that turns an eviction code into a sequence of computations with its account of memory.
 
-A plan is coded by its evictions: for each value, disjoint intervals of stages at which it is not held. A stage computes one
-target op for the first time, and before it, on demand, whatever is missing. This is the complement of the retention
-intervals of Moccasin (Bartan et al. 2023): there each interval is a variable of a constraint program; here the empty code is the
-plan that keeps everything, and every code can be decoded into a plan, so that a local search never leaves the feasible set.
+A plan is coded by its evictions: for each value, disjoint intervals of stages at which it is not held. A stage computes missing
+values on demand, and then one target op for the first time. The code is the complement of the retention intervals of
+Moccasin (Bartan et al. 2023): there each interval is a variable of a constraint program; here the empty code is the
+plan that keeps everything, and every code can be decoded into a plan. A local search therefore never leaves the feasible set.
 
 A code is an array of int32, shape ``[value, interval + 1, 2]``: ``code[v, 0, 0]`` is the number of intervals of value v and
-``code[v, k]`` the first and the last stage of the k-th, from 1 on. They ascend and do not touch. A value that an op reads within
-such an interval is computed again for that stage alone.
+``code[v, k]`` the first and the last stage of the k-th, from 1 on. Intervals ascend and do not touch. A value that an op reads
+within an interval is computed again for that stage alone.
 
 In all kernels of this package ``g`` is a `FlatGraph`, ``w`` a `Scratch` and ``code`` a code. Kernels that Python calls return
-plain tuples: numba makes a named one by a call of Python code, where a pending Ctrl-C raises, and then reads the result that is
-not there (a segmentation fault, seen in numba 0.68).
+plain tuples: numba makes a named tuple by a call of Python code. If a pending Ctrl-C raises in this call, numba reads a result
+that does not exist (a segmentation fault, seen in numba 0.68).
 """
 
 # numba compiles loops over flat arrays; it has no types for pyright to check.
@@ -36,10 +36,10 @@ FAR = 1 << 30
 
 _VALUE = np.dtype(
     [
-        ("live", "i4"),  # whether it is held while decoding
+        ("live", "i4"),  # whether the value is held while decoding
         ("touched_at", "i4"),  # stage that last read or made it, or -1
         ("newest", "i4"),  # its newest instance
-        ("seen", "i4"),  # stamp of the last price that looked at it
+        ("seen", "i4"),  # stamp of the last price that visited it
     ]
 )
 _OP = np.dtype(
@@ -48,7 +48,7 @@ _OP = np.dtype(
         ("first_run", "i4"),  # first position of an op with a replay state, or -1
         ("last_run", "i4"),
         ("runs", "i4"),  # start of its positions in `Scratch.runs`
-        ("seen", "i4"),  # stamp of the last price that looked at it
+        ("seen", "i4"),  # stamp of the last price that visited it
     ]
 )
 _POSITION = np.dtype(
@@ -57,9 +57,9 @@ _POSITION = np.dtype(
         ("released", "f8"),  # bytes freed before it
         ("op", "i4"),
         ("stage", "i4"),
-        ("reads", "i4"),  # start of what it reads in `Scratch.reads`
+        ("reads", "i4"),  # start of its inputs in `Scratch.reads`
         ("makes", "i4"),  # first instance made
-        ("over", "i4"),  # how many positions before it are over the budget
+        ("over", "i4"),  # number of earlier positions that are over the budget
     ],
     align=True,
 )
@@ -67,7 +67,7 @@ _INSTANCE = np.dtype(
     [
         ("value", "i4"),
         ("made", "i4"),  # position that makes it
-        ("last_read", "i4"),  # last position that reads it, its own if none does
+        ("last_read", "i4"),  # last position that reads it; ``made`` if none does
         ("uses", "i4"),  # start of its readers in `Scratch.uses`
     ]
 )
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     """
 
     values: Records
-    ops: Records  # and one more, which ends the last row
+    ops: Records  # plus one, which ends the last row
     positions: Records
     instances: Records
     reads: Code  # instances read, position after position
@@ -88,18 +88,18 @@ class Scratch(NamedTuple):
     runs: Code  # positions at which each op runs, ascending
     first_drop: Code  # first entry in `drops` of the values that are dropped when a stage begins, or -1; shape [stage + 1]
     drops: Records  # value, and the next entry of the same list
-    stack: Records  # ops of a depth-first search, and the next input to look at
+    stack: Records  # ops of a depth-first search, and the next input to visit
     listed: Code  # values that a stage has touched; instances that are evicted together
     candidates: Records  # a heap of values that may be evicted
-    stamp: Code  # number of the current price, in one entry: saves clearing what has been seen
-    time_up: Flag  # not 0 when kernels have to end, whatever they are at
+    stamp: Code  # number of the current price, in one entry; it saves clearing ``seen``
+    time_up: Flag  # not 0 when kernels must end at once
 
 
 def build_scratch(g: FlatGraph, time_up: Flag | None = None) -> Scratch:
-    """Working arrays for plans of up to eight times as many computations as there are ops; longer ones count as no plan.
+    """Working arrays for plans of up to eight computations per op, plus 64; longer sequences count as no plan.
 
-    Of the plans of ``benchmarks/solvers.py`` the longest computes 8.6 times as many, a unit chain of 32 layers at 3 % of its
-    range of budgets, and the next longest 4.6 times. Plans of small graphs have the largest multiples: they have 64 more.
+    The longest plan in ``benchmarks/solvers.py`` has 8.6 computations per op, for a unit chain of 32 layers at 3 % of its
+    range of budgets; the next longest has 4.6. Plans of small graphs have the most per op, hence the 64.
     """
     ops, values = len(g.ops), len(g.values)
     length, reads, instances = (8 * n + 64 for n in (ops, len(g.reads), values))
@@ -128,8 +128,8 @@ def build_scratch(g: FlatGraph, time_up: Flag | None = None) -> Scratch:
 def seeded(seed: int) -> npt.NDArray[np.uint64]:
     """The state of an xorshift64 generator (Marsaglia 2003), in one entry.
 
-    numba has one global generator a process, which a solve in another thread would advance: the same seed would then give
-    another plan. The odd constants keep small seeds apart and the state from zero; eight draws mix it.
+    numba has one global generator per process. A solve in another thread would advance it, and the same seed would then give
+    another plan. The odd constants separate small seeds and keep the state from being zero; eight draws mix the state.
     """
     mask = (1 << 64) - 1
     state = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & mask
@@ -142,7 +142,7 @@ def seeded(seed: int) -> npt.NDArray[np.uint64]:
 
 @inner_kernel
 def next_random(state):
-    """A number in [0, 1): the upper 53 bits, as many as a float64 holds."""
+    """A number in [0, 1) from the upper 53 bits, which a float64 holds exactly."""
     x = state[0]
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -153,7 +153,7 @@ def next_random(state):
 
 @inner_kernel
 def next_gap(code, value, stage):
-    """First stage at or after a stage at which a value is not held, or `FAR`."""
+    """First stage from ``stage`` on at which a value is not held, or `FAR`."""
     for k in range(1, code[value, 0, 0] + 1):
         if code[value, k, 1] >= stage:
             return max(code[value, k, 0], stage)
@@ -164,7 +164,7 @@ def next_gap(code, value, stage):
 def add_interval(code, value, start, stop):
     """Add the stages ``start`` to ``stop`` to those at which a value is not held; False, and nothing added, if its row is full.
 
-    Intervals that it overlaps or touches are merged with it, so that a row stays sorted and disjoint, as `next_gap` needs it.
+    The new interval is merged with those that it overlaps or touches: `next_gap` needs a sorted and disjoint row.
     """
     if start > stop:
         return True
@@ -193,13 +193,13 @@ def add_interval(code, value, start, stop):
 def _decode(g, w, code):
     """Fill the ops, stages, reads and instances of the positions; returns their number, and the number of instances.
 
-    The number is 0 where the code has no plan: the sequence is longer than the arrays, or an op that may not run again would
-    have to. These are the frontier-advancing stages of Jain et al. (2020), section 4: R is found from the evictions instead of
-    being a variable. Within a stage an op is computed at most once, right before its first reader in it: the stack is
-    a path of the DAG, so no op is on it twice, and what a stage has made stays live to its end.
+    The number is 0 if the code has no plan: the sequence is longer than the arrays, or an op would have to run again that may
+    not. These are the frontier-advancing stages of Jain et al. (2020), section 4: R is found from the evictions instead of
+    being a variable. Within a stage an op is computed at most once, right before its first reader in the stage: the stack is
+    a path of the DAG and has no op twice, and values that a stage has made stay live to its end.
 
-    Takes time in proportion to the number of reads in the sequence; looking at all values in each stage would make it
-    quadratic. So a value that is read or made is listed at the next stage at which the code drops it.
+    The time is proportional to the number of reads in the sequence; visiting all values in each stage would make it quadratic.
+    Therefore a value that is read or made is listed at the next stage at which the code drops it.
     """
     stages = len(g.targets)
     for v in range(len(w.values)):
@@ -215,8 +215,8 @@ def _decode(g, w, code):
         while d >= 0:
             w.values[w.drops[d].value].live = 0
             d = w.drops[d].next
-        # A depth-first search with an explicit stack, since chains of missing values are deeper than a call stack. An op stays on
-        # it until all its inputs are live; its place in its list of inputs is kept beside it.
+        # A depth-first search with an explicit stack, because chains of missing values are deeper than a call stack. An op stays
+        # on the stack, with its place in its list of inputs, until all its inputs are live.
         touched = 0
         depth = 1
         w.stack[0].op = g.targets[t]
@@ -229,7 +229,7 @@ def _decode(g, w, code):
                 v = g.reads[k]
                 if not w.values[v].live:
                     p = g.values[v].producer
-                    # Its first computation is always allowed: the graph's rules about it hold by the order of the targets.
+                    # An op's first computation is always allowed: the order of the targets keeps the graph's rules about it.
                     again = w.ops[p].computed_at >= 0
                     if (again and (g.ops[p].once or t > g.ops[p].last_stage)) or depth >= len(w.stack):
                         return 0, 0
@@ -255,13 +255,13 @@ def _decode(g, w, code):
             w.positions[length].makes = instances
             for k in range(g.ops[o].reads, g.ops[o + 1].reads):
                 x = w.values[g.reads[k]].newest
-                w.instances[x].last_read = length  # positions ascend, so the last one written is the last read
+                w.instances[x].last_read = length  # positions ascend: the last one written is the last read
                 w.instances[x + 1].uses += 1
                 w.reads[reads] = x
                 reads += 1
             for k in range(g.ops[o].writes, g.ops[o + 1].writes):
                 v = g.writes[k]
-                # An output that is never read is freed right after its op; END reads what is kept, so that this is all.
+                # An output that is never read is freed right after its op; END reads the kept values.
                 w.values[v].newest = instances
                 w.instances[instances].value = v
                 w.instances[instances].made = w.instances[instances].last_read = length
@@ -277,9 +277,9 @@ def _decode(g, w, code):
                 w.ops[o].first_run = length
             w.ops[o].last_run = length
             length += 1
-        # Only what was touched can have a new next drop, so the lists grow with the reads. Whatever the stage touched is live
-        # now, also in an interval of absence, where it was computed for this stage alone: the next stage of the interval drops
-        # it.
+        # Only touched values can have a new next drop, so the lists grow with the reads. All values that the stage touched are
+        # live now. A value touched in an interval of absence was computed for this stage alone, and the next stage of the
+        # interval drops it.
         for k in range(touched):
             v = w.listed[k]
             gap = next_gap(code, v, t + 1)
@@ -299,15 +299,15 @@ def _decode(g, w, code):
 def profile(g, w, code):
     """Decode a code; returns the length of its sequence, END included, its cost, its peak, and the first position of the peak.
 
-    The length is 0 where the code has no plan. A read takes the newest instance of a value, and an instance is freed after its
-    last read: what `Plan.from_order` and `simulate` do, which every plan offered goes through, so that an error here can only
-    lose plans. Peaks are above the resident bytes.
+    The length is 0 if the code has no plan. A read takes the newest instance of a value, and an instance is freed after its
+    last read, as in `Plan.from_order` and `simulate`. Every plan goes through these before it is offered, therefore an error
+    here can only lose plans. Peaks exclude the resident bytes.
     """
     w.instances[0].uses = 0
     length, instances = _decode(g, w, code)
     if length == 0:
         return 0, 0.0, 0.0, 0
-    # Readers of each instance in the order of positions, by counting sort: ends first, then filled from the back.
+    # Readers of each instance in the order of positions, by counting sort: ends first, then rows filled from the back.
     for x in range(instances):
         w.instances[x + 1].uses += w.instances[x].uses
     for p in range(length - 1, -1, -1):
@@ -326,9 +326,9 @@ def profile(g, w, code):
     held = 0.0
     peak = -1.0
     at = 0
-    # While an op runs its inputs, its outputs and its workspace are there: bytes whose last reader ran before are subtracted
-    # first, and outputs added. The state of a random generator is held from the first to the last computation of its op, if there
-    # are several.
+    # While an op runs, its inputs, outputs and workspace are held: the bytes whose last reader ran before are subtracted first,
+    # then outputs are added. If an op is computed several times, its replay state is held from the first to the last
+    # computation.
     for p in range(length):
         o = w.positions[p].op
         cost += g.ops[o].cost
@@ -347,10 +347,10 @@ def profile(g, w, code):
 
 @kernel
 def encode(g, stage, order, work, code):
-    """Fill an empty code with what an order does not hold: from the last touch of an instance to the making of the next.
+    """Fill an empty code with the absences in an order: from the last touch of an instance to the computation of the next.
 
-    `stage` has the stage of each op, or -1; `order` the ops as they are computed, END left out; `work` is room for as many
-    entries as there are ops, values or positions, three times.
+    `stage` has the stage of each op, or -1; `order` has the ops as they are computed, without END; `work` has three rows, each
+    with room for as many entries as there are ops, values or positions.
     """
     first, stages, touched = work[0], work[1], work[2]
     first[:] = -1
@@ -369,7 +369,7 @@ def encode(g, stage, order, work, code):
             touched[g.reads[k]] = t
         for k in range(g.ops[o].writes, g.ops[o + 1].writes):
             v = g.writes[k]
-            # Made again, so it was not held since it was last read or made.
+            # Made again: it was not held since it was last read or made.
             if touched[v] >= 0:
                 add_interval(code, v, touched[v] + 1, t)
             touched[v] = t

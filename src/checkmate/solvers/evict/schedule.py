@@ -1,7 +1,7 @@
 """List scheduling: orders that compute every op once and have a low peak.
 
-Finding the order of least peak is NP-hard on DAGs (register sufficiency, Sethi 1975), so this is a greedy rule made many
-times over with noise. It serves graphs whose given order is far from good; that of a captured training step seldom is.
+Finding the order of least peak is NP-hard on DAGs (register sufficiency, Sethi 1975). This module repeats a greedy rule many
+times with noise. It helps graphs whose given order is bad; the order of a captured training step seldom is.
 """
 
 # numba compiles loops over flat arrays; it has no types for pyright to check.
@@ -23,10 +23,10 @@ from checkmate.solvers.flat_graph import Ints, flatten, rows
 
 
 def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[int]:
-    """A topological order with a low peak: always the ready op that adds the fewest bytes, many times over with noise.
+    """A topological order with a low peak: it always takes the ready op that adds the fewest bytes, in many tries with noise.
 
-    The lowest order of all tries; the graph's own if that is no more than 1 % higher, since a search takes the same time from
-    either, and the given order of a training step is a good one.
+    Returns the lowest order of all tries, or the graph's own order if its peak is at most 1 % higher: a search takes the same
+    time from either, and the given order of a training step is a good one.
     """
     g = flatten(problem)
     graph, count = problem.graph, len(problem.graph.ops)
@@ -40,14 +40,14 @@ def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[
     work = _Work(
         *rows(after),
         waits_for=np.array([len(above) for above in before], dtype=np.int64),
-        readers=np.bincount(g.reads[:-1], minlength=len(g.values)),  # END is one: what is kept is never freed
+        readers=np.bincount(g.reads[:-1], minlength=len(g.values)),  # END is a reader: kept values are never freed
         waits=np.zeros(count, dtype=np.int64),
         left=np.zeros(len(g.values), dtype=np.int64),
         ready=np.zeros(count, dtype=np.int64),
         order=np.zeros(count, dtype=np.int64),
         time_up=no_alarm() if time_up is None else time_up,
     )
-    tries = max(1, min(300, 300_000_000 // max(1, count * count)))  # less than a second also in the worst case
+    tries = max(1, min(300, 300_000_000 // max(1, count * count)))  # less than a second even in the worst case
     best = np.arange(count, dtype=np.int64)
     peak = lowest_peak(g, work, tries, seeded(seed), best)
     own = simulate(graph, Plan.from_order(graph, range(count))).peak_bytes - graph.resident_bytes
@@ -55,14 +55,14 @@ def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[
 
 
 class _Work(NamedTuple):
-    """Working arrays of the kernel: which ops come after others, by data or by a rule of the graph, and what has run."""
+    """Working arrays of the kernel: which ops come after others, by data or by a rule of the graph, and which have run."""
 
     after_start: Ints
     after: Ints
-    waits_for: Ints  # how many ops come before each op
-    readers: Ints  # how many ops read each value
-    waits: Ints  # for how many ops each op still waits
-    left: Ints  # how many ops have still to read each value
+    waits_for: Ints  # number of ops that come before each op
+    readers: Ints  # number of ops that read each value
+    waits: Ints  # number of ops that each op still waits for
+    left: Ints  # number of ops that have still to read each value
     ready: Ints  # ops that wait for no other
     order: Ints  # ops that have run
     time_up: Flag
@@ -70,7 +70,7 @@ class _Work(NamedTuple):
 
 @inner_kernel
 def _bytes_of(g, w, o):
-    """Bytes that an op makes, those that it frees, and a part of those that others will read as well."""
+    """Bytes that an op makes, bytes that it frees, and a part of the bytes that other ops will read too."""
     made, freed, shared = 0.0, 0.0, 0.0
     for k in range(g.ops[o].writes, g.ops[o + 1].writes):
         size = g.values[g.writes[k]].size
@@ -88,15 +88,15 @@ def _bytes_of(g, w, o):
 
 @kernel
 def lowest_peak(g, w, tries, random, best_order):
-    """Fill ``best_order`` with the order of lowest peak of so many tries; returns its peak in bytes, infinite if none was made.
+    """Fill ``best_order`` with the order of lowest peak of some tries; returns its peak in bytes, infinite if there is none.
 
-    A ready op is rated by the bytes that it makes, less those of the values that it reads last, less a
-    share of those that others will read as well: the sooner the others run, the sooner these are freed.
+    A ready op is rated by the bytes that it makes, minus the bytes of values that it reads last, minus a share of the bytes
+    that other ops will read too: the sooner those ops run, the sooner these bytes are freed.
     """
     count = len(w.order)
     best_peak = np.inf
     for t in range(tries):
-        # Each try has another share, and after the first four another noise, from 2.5 to 80 % of what the op makes and frees.
+        # Each try has another share, and after the first four another noise, of 2.5 to 80 % of the bytes made and freed.
         share = (t % 4) * 0.3
         noise = 0.0 if t < 4 else 0.05 * 2.0 ** (t % 5 - 1)
         for v in range(len(w.left)):
@@ -107,7 +107,7 @@ def lowest_peak(g, w, tries, random, best_order):
             if w.waits[o] == 0:
                 w.ready[many] = o
                 many += 1
-        # All ready ops are rated at each place: ratings change with every op that runs, and few are ready at a time.
+        # All ready ops are rated at each place: ratings change with every op that runs, and few ops are ready at a time.
         held = 0.0
         peak = 0.0
         for place in range(count):
@@ -121,7 +121,7 @@ def lowest_peak(g, w, tries, random, best_order):
                 rating = made - freed - share * shared
                 if noise > 0:
                     rating += noise * (next_random(random) - 0.5) * (made + freed)
-                # By index among equals: the order of ``ready`` depends on removals.
+                # Ties are decided by index, because the order of ``ready`` depends on removals.
                 if rating < lowest or (rating == lowest and o < w.ready[chosen]):
                     lowest = rating
                     chosen = r

@@ -1,8 +1,8 @@
 """The local search over eviction codes, as an object that can be continued.
 
 The greedy part evicts by price (`price`). The rest is ruin and recreate (Schrimpf et al. 2000), a large neighbourhood search:
-clear the intervals of a few values, repair, accept by a threshold. Neither proves anything; every plan is decoded, measured and
-later validated from its sequence alone.
+clear the intervals of a few values, repair, accept by a threshold. Neither part proves anything. Every plan is decoded,
+measured and later validated from its sequence alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ATTEMPTS: Final = (
     (1.0, 0.0, 3000),
     (0.0, 0.0, 3000),
 )
-"""Greedy plans, made one after another: duration exponent, batch fraction, and the largest graph on which that takes no seconds.
+"""Greedy plans, made one after another: duration exponent, batch fraction, and the largest graph on which a plan is fast.
 
-No exponent is best on all graphs, and each plan takes little time beside the search, so that all are made. Fast ones come first:
-on 10,000 ops they gave a first plan in 0.02 s, where evicting one value at a time took 17 s. Batches of 0.3 take a tenth of the
-time of single values: 0.05 s on ResNet-152 at f = 0.1, for an overhead of 1.061 where all of the excess at once gives 1.165.
+No exponent is best on all graphs. All plans are made, since each takes little time compared with the search. Fast ones come
+first: on 10,000 ops they gave a first plan in 0.02 s; evicting one value at a time took 17 s. Batches of 0.3 take a tenth of the
+time of single values: 0.05 s on ResNet-152 at f = 0.1, for an overhead of 1.061; evicting all at once gives 1.165.
 """
 
 
@@ -47,7 +47,7 @@ class Ruin(NamedTuple):
 
     values: int = 12  # most values whose intervals are cleared; a third of the evicted ones on small plans
     window: float = 0.1  # longest window of stages to clear, as a share of all
-    # Chance of an interval in the window to survive: else a repair meets the same prices and makes the same plan.
+    # Chance of an interval in the window to survive: without it a repair sees the same prices and makes the same plan.
     keep: float = 0.25
 
 
@@ -55,12 +55,12 @@ class Search:
     """Greedy plans, and ruin and repair, on one problem whose views are folded.
 
     `order` has the ops in the order of their stages; the graph's own by default. An op of `on_demand` has no stage, and is
-    computed when another needs it. An op that is listed again has another stage, in which it is computed again if what is read
-    of it from there on is not held. Within a stage no op runs twice, and what two ops need is held from the one to the other:
-    with more stages there are more plans. So ops of kept values that are listed again at the end are computed one after
-    another, in place of all in the one stage of END. The order names moves as ops from that after END on.
+    computed when another needs it. An op that is listed again has another stage: it is computed again there if its later
+    readers need a value that is not held. Within a stage no op runs twice, and a value that two ops need is held between them.
+    More stages therefore allow more plans: if ops of kept values are listed again at the end, they are computed one after
+    another instead of all in the stage of END. In the order, moves are the ops after END.
 
-    `best_cost` is infinite without a plan, and `order_bound` the proven extra cost, as a share, of every plan with these stages.
+    `best_cost` is infinite without a plan; `order_bound` is the proven extra cost, as a share, of every plan with these stages.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Search:
         listed = np.arange(len(problem.graph.ops)) if order is None else np.array(order, dtype=np.int64)
         self._first_reader = len(problem.graph.ops) + 1 + len(moves)
         stages, self._readers = _list_stages(given, listed, self._first_reader)
-        # A stage that only reads a value is what a move that does not fetch has.
+        # A stage that only reads a value is coded like a move that does not fetch.
         moved = [*(move.value for move in moves), *(reader.value for reader in self._readers)]
         fetches = np.zeros(len(moved), dtype=np.bool_)
         fetches[: len(moves)] = [move.fetches for move in moves]
@@ -101,7 +101,7 @@ class Search:
 
     @property
     def targets(self) -> list[int]:
-        """Ops that have a stage, END left out, in the order of their first computations."""
+        """Ops that have a stage, without END, in the order of their first computations."""
         targets = self.flat.targets[:-1]
         return targets[targets < self._first_reader].tolist()
 
@@ -110,14 +110,14 @@ class Search:
         return np.zeros((len(self.flat.values), 25, 2), dtype=np.int32)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Search for another budget from now on, resident bytes included, without the best plan so far."""
+        """Search for another budget (resident bytes included) from now on, and forget the best plan so far."""
         self._budget = float(budget_bytes - self.problem.graph.resident_bytes)
         self.best_cost = math.inf
 
     def first(self, tries: int = 40, out_of_time: Callable[[], bool] = lambda: False, *, stop_at_first: bool = False) -> bool:
-        """Look for plans from the code that holds everything: greedy ones, and while there is none the same with noise.
+        """Look for greedy plans from the code that holds everything; as long as there is none, try again with noise.
 
-        A call after the first plan goes on where the one before stopped. Returns whether there is a plan.
+        A call after the first plan continues where the previous call stopped. Returns whether there is a plan.
         """
         if math.isinf(self.best_cost):
             self._attempts = 0
@@ -125,29 +125,29 @@ class Search:
         for k in range(self._attempts, tries):
             if (math.isfinite(self.best_cost) and (stop_at_first or k >= len(attempts))) or out_of_time():
                 break
-            # Each attempt starts from the code that holds everything, and is given up where it costs as much as the best.
+            # Each attempt starts from the code that holds everything, and ends when it costs as much as the best plan.
             exponent, batch, _ = attempts[k % len(attempts)]
             self._trial[:] = 0
             self._attempts = k + 1
-            # Where the near plans fail, look further.
+            # If near plans fail, look further.
             self._repair(exponent, 0.0 if k < len(attempts) else 0.2 + 0.05 * (k // len(attempts)), batch)
         return math.isfinite(self.best_cost)
 
     def start_from(self, code: Code) -> bool:
-        """Repair a copy of a code, one value at a time; whether that is a plan cheaper than the best, which it replaces."""
+        """Repair a copy of a code, one value at a time; returns whether it gives a new best plan."""
         self._trial[:] = code
         return self._repair(0.3, 0.0, 0.0)
 
     def start_from_order(self, order: Sequence[int]) -> bool:
-        """`start_from` as near to a plan as an eviction code comes."""
+        """`start_from` with the eviction code nearest to the plan of an order."""
         return self.start_from(self.code_of(order))
 
     def in_order_of(self, order: Sequence[int], seed: int) -> Search:
-        """A search whose stages are the first computations of a plan, and that starts from it.
+        """A search that starts from a plan, with the plan's first computations as stages.
 
-        Ops that are listed again have their other stages at the end. What was on demand gets the stage that the plan gave it,
-        but stays so where ops are listed again: the plan may have computed it for those, and its stage would come before all
-        of theirs.
+        Ops that are listed again have their other stages at the end. Ops on demand get the stage of their first computation in
+        the plan, except if ops are listed again: the plan may have computed an op on demand for these, and its stage would
+        come before all of theirs.
         """
         again = list(dict.fromkeys(reader.op for reader in self._readers))
         on_demand = self._on_demand if again else frozenset[int]()
@@ -156,10 +156,10 @@ class Search:
         return other
 
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
-        """Ruin and repair from the best plan; whether a cheaper one was found.
+        """Ruin and repair from the best plan; returns whether a cheaper one was found.
 
-        The work is counted in sequences decoded, which does not depend on the machine, so that a run can be repeated. An
-        iteration may be worse by a share of the cost that is drawn up to `temperature`, which falls linearly to 0: threshold
+        The work is counted in decoded sequences, a count that does not depend on the machine: a run can be repeated. An
+        iteration may raise the cost by a random share of at most `temperature`, which falls linearly to 0: threshold
         accepting (Dueck and Scheuer 1990) with a random threshold.
         """
         before = self.best_cost
@@ -168,11 +168,11 @@ class Search:
             evicted = np.flatnonzero(current[:, 0, 0])
             if not len(evicted):  # the plan computes every op once
                 break
-            # Only intervals are cleared, so a repair starts from a plan that costs less and holds more than the current one.
+            # Clearing intervals gives a plan that costs less and holds more than the current one; the repair starts from it.
             self._trial[:] = current
             self._ruin(self._trial, evicted, Ruin())
-            # Each repair with its own price: a fixed one would return to the plan that was ruined. Half of them are nearly
-            # greedy.
+            # Each repair has another price: with a fixed one it would return to the plan that was ruined. Half of the repairs
+            # are nearly greedy.
             draw = self._random.random
             threshold = self.best_cost * temperature * (1 - done / decodes) * draw()
             settings = Repair(
@@ -191,10 +191,10 @@ class Search:
     def relieve(
         self, code: Code, exponent: float, noise: float, batch: float, ruin: Ruin | None = None
     ) -> tuple[float, list[int]]:
-        """Evict at the peaks over the budget, and go on elsewhere where nothing can be evicted, until no other stage is over it.
+        """Evict at the peaks over the budget until only stages exceed it at which nothing can be evicted.
 
-        Returns the least excess on the way, the bytes over the budget summed over all computations, and the ops of its plan. The
-        excess is infinite if there is no plan. Some of the code, of which a copy is changed, is cleared first.
+        Returns the least excess on the way (bytes over the budget, summed over all computations) and the ops of its plan. The
+        excess is infinite if there is no plan. Works on a copy of the code, some of which is cleared first.
         """
         self._trial[:] = code
         evicted = np.flatnonzero(code[:, 0, 0])
@@ -222,23 +222,23 @@ class Search:
         return least, best
 
     def order(self) -> list[int]:
-        """Ops of the best plan, END left out."""
+        """Ops of the best plan, without END."""
         return self.realise(self._best)
 
     def realise(self, code: Code) -> list[int]:
-        """Ops of a code's plan, whatever it peaks at; none if an op that may run once would have to run twice."""
+        """Ops of a code's plan at any peak; none if an op that may run only once would have to run twice."""
         return self.order_and_peak(code)[0]
 
     def order_and_peak(self, code: Code | None = None) -> tuple[list[int], int]:
-        """Ops of a code's plan, the best one by default, END left out, and its peak, resident bytes included."""
+        """Ops (without END) and peak (with resident bytes) of the plan of a code, by default the best one."""
         length, _, peak, _ = profile(self.flat, self._scratch, self._best if code is None else code)
         return self._ops(length), int(peak) + self.problem.graph.resident_bytes
 
     def code_of(self, order: Sequence[int]) -> Code:
-        """The code that does not hold a value between the last touch of an instance and the making of the next.
+        """The code that drops a value between the last touch of an instance and the computation of the next.
 
-        Exact if the order is one of stages with these targets; else what a stage computes beyond them may come out
-        at another place in it, and the repair sees to the bytes.
+        Exact if the order consists of stages with these targets; else other ops of a stage may be computed at another place in
+        the stage, and the repair corrects the bytes.
         """
         code, placed = self.empty_code(), np.array(self._with_readers(list(order)), dtype=np.int64)
         stage = np.full(len(self.flat.ops), -1, dtype=np.int64)
@@ -248,7 +248,7 @@ class Search:
         return code
 
     def _with_readers(self, order: list[int]) -> list[int]:
-        """An order with the stages that only read, each right after its computation and the stages before it."""
+        """An order with the stages that only read, each after its computation and the stages before it."""
         if not self._readers:
             return order
         places: dict[int, list[int]] = {}
@@ -260,7 +260,7 @@ class Search:
             if target < self._first_reader:
                 at = max(at, *places.get(target, [-1])[:1])
                 continue
-            # The plan may compute the op more often than it is listed, or less often: the last stage has the last run.
+            # The plan may compute the op more or less often than it is listed: the last stage takes the last computation.
             reader = self._readers[target - self._first_reader]
             runs = places[reader.op]
             at = max(at, runs[max(0, len(runs) - 1 - reader.later)])
@@ -269,15 +269,14 @@ class Search:
         return [*placed, *order[done:]]
 
     def _ops(self, length: int) -> list[int]:
-        """Ops of what was decoded, without END and the stages that only read."""
+        """Ops of the decoded sequence, without END and the stages that only read."""
         sequence = self._scratch.positions["op"][: max(0, length - 1)]
         return sequence[sequence < self._first_reader].tolist()
 
     def _ruin(self, code: Code, evicted: Ints, ruin: Ruin) -> None:
-        """Clear some intervals: of values drawn one by one, of neighbours by index, or those that meet a window of stages.
+        """Clear some intervals: of values drawn one by one, of neighbours by index, or in a window of stages.
 
-        The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
-        step a new plan.
+        The first kind mixes unrelated values, the second takes values of one layer, the third replans a part of the step.
         """
         draw, count = self._random.random, len(evicted)
         kind, many = int(3 * draw()), 1 + int(draw() * max(1, min(count // 3, ruin.values)))
@@ -298,7 +297,7 @@ class Search:
             cleared = (intervals[:, :, 1] >= first) & (intervals[:, :, 0] <= last) & ~unused
             met = np.flatnonzero(cleared.any(axis=1))
             gone = unused[met] | (cleared[met] & (self._draws.random((len(met), most)) >= ruin.keep))
-            order = np.argsort(gone, axis=1, kind="stable")  # those that stay first
+            order = np.argsort(gone, axis=1, kind="stable")  # values that stay come first
             code[evicted[met], 1 : most + 1] = intervals[met[:, None], order]
             code[evicted[met], 0, 0] = most - gone.sum(axis=1)
 
@@ -312,7 +311,7 @@ class Search:
         return found
 
     def _settings(self, exponent: float, noise: float, batch: float) -> Repair:
-        """With as many rounds as evict each value a few times: such a repair has had its chance."""
+        """Settings with enough rounds to evict each value a few times; a longer repair is hopeless."""
         return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.values))
 
 
@@ -321,14 +320,14 @@ class _Reader(NamedTuple):
 
     op: int
     value: int
-    later: int  # how often the op is listed after it
+    later: int  # how often the op is listed after this stage
 
 
 def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, list[_Reader]]:
-    """Stages of an order in which ops may be listed again, stages that only read numbered in their order, and what those read.
+    """Stages of an order in which ops may be listed again; and the reads of the stages that only read, numbered in their order.
 
-    Where an op is listed again, it has a stage for what is read of it from there on, before it is listed once more: one for each
-    kept value at its last place, else one for the largest.
+    If an op is listed again, a stage that only reads stands for values read from there until the op is listed once more: one
+    stage for each kept value at the op's last place, else one for the largest value.
     """
     end = len(g.ops) - 2
     listed = Counter(o for o in order.tolist() if o < end)

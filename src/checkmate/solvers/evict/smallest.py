@@ -32,8 +32,8 @@ def smallest_peak(
     """Bisect the budget down to the proven floor with greedy plans, then lower peaks step by step (`Descent`).
 
     Both are heuristics: a budget without a plan proves nothing. The problem's budget is ignored, and the time is 20 s by default.
-    A peak of `enough` bytes ends the search, and so does one of `near` bytes that a bisection of about a second reaches. It goes
-    on from a plan that is known, and can keep what it has where the user interrupts it.
+    A peak of `enough` bytes ends the search, and so does a peak of `near` bytes after the first bisection of about a second.
+    The search starts from `known`, and with `keep_interrupted` returns the smallest peak so far on Ctrl-C.
     """
     bisection = _Bisection(problem, Limits(time_s=20.0) if limits is None else limits, enough, known)
     try:
@@ -50,18 +50,18 @@ def smallest_peak(
 
 
 def quick_peak(problem: Problem, limits: Limits | None = None) -> MinBudget:
-    """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`."""
+    """A small peak with a plan, found in about a second, with the same floor as `smallest_peak`."""
     return smallest_peak(problem, Limits(time_s=1.0) if limits is None else limits, near=1 << 62)
 
 
 class _Bisection:
-    """Bisections of one budget; each goes on from the smallest peak of those before.
+    """Bisections of one budget; each starts from the smallest peak of the previous ones.
 
     `order` has the ops of the folded graph in the order of the plan of the smallest peak so far, and `peak_bytes` that peak.
     """
 
     def __init__(self, problem: Problem, limits: Limits, enough: int, known: Plan | None) -> None:
-        self._clock = Session(problem, limits)  # first of all: what follows takes seconds on 100,000 ops
+        self._clock = Session(problem, limits)  # first, because the next lines take seconds on 100,000 ops
         self._problem, self._seed = problem, limits.seed
         self._floor = floor(problem.graph)
         self._enough = max(enough, self._floor.peak_bytes)
@@ -81,12 +81,12 @@ class _Bisection:
     def from_the_middle(self, time_s: float) -> None:
         """Bisect with one attempt at each budget, from the first start alone.
 
-        Attempts at budgets with room succeed in hundredths of a second, and those near the floor take up to seconds, so that a
-        bisection from above comes within some per cent of the smallest peak before a first attempt at the floor itself ends.
-        An attempt that would take as long as the one before is not begun after `time_s`.
+        Attempts at budgets with room succeed in hundredths of a second; attempts near the floor take up to seconds. A bisection
+        from above therefore comes within some per cent of the smallest peak before a first attempt at the floor itself ends.
+        An attempt is not begun if it would end after `time_s`, supposing that it takes as long as the previous one.
         """
         if self.peak_bytes <= self._enough or self._clock.left_s() <= 0:
-            return  # before the kernels are loaded, which takes a second
+            return  # before loading the kernels, which takes a second
         began, last, low = self._clock.elapsed_s(), 0.0, self._floor.peak_bytes
         search = next(self._starts)
         self._searches.append(search)
@@ -100,13 +100,13 @@ class _Bisection:
             last = self._clock.elapsed_s() - now
 
     def raise_floor(self) -> None:
-        """Look for a higher floor, if the peak is above the one that is known. It holds for plans without copies to a host."""
+        """Look for a higher floor, if the peak is above the known floor. It holds for plans without copies to a host."""
         if self.peak_bytes <= self._enough or self._problem.host is not None:
             return
         from checkmate.solvers.bounds.last_run import last_run_floor
 
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
-        # Higher by less than a bisection sees it says nothing more, and why it holds is harder to read.
+        # A gain below the precision of a bisection is not worth a reason that is harder to read.
         least = self._floor.peak_bytes + _precision(self._floor.peak_bytes - self._problem.graph.resident_bytes)
         if found is not None and found.op is not None and found.peak_bytes > least:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
@@ -117,15 +117,15 @@ class _Bisection:
         guess = low = self._floor.peak_bytes
         while self.peak_bytes > self._enough and self._clock.left_s() > 0:
             if not any(self._reach(search, guess) for search in self._every_search()):
-                low = guess  # not found proves nothing; it only ends this bisection
+                low = guess  # proves nothing; it only directs this bisection
             if self._near(low):
                 return
             guess = (low + self.peak_bytes) // 2
 
     def descend(self, start: Sequence[int]) -> None:
-        """Lower peaks step by step, until one is near the floor or none was lower for long.
+        """Lower peaks step by step, until one is near the floor or many steps in a row gain nothing.
 
-        It begins from a plan, in addition to the one that holds everything.
+        Steps begin from `start`, and from the plan that holds everything.
         """
         folded, lowest = self._fold.apply(self._problem.replace_budget(self.peak_bytes)), self._floor.peak_bytes
         ops = len(folded.graph.ops)
@@ -135,7 +135,7 @@ class _Bisection:
 
         holds_all = late_order(folded.graph) if folded.reorder else range(ops)
         descent = Descent(folded, [holds_all, start], lowest, self._seed, self._clock.time_up)
-        failed, last = 0, 0.0  # a step that would take as long as the one before is not begun without as much time
+        failed, last = 0, 0.0  # a step is not begun with less time left than the last one took
         while self.peak_bytes > self._enough and not self._near(lowest) and failed < 8 * ops:
             now = self._clock.elapsed_s()
             if self._clock.left_s() <= last:
@@ -185,7 +185,7 @@ class _Bisection:
         return self.peak_bytes - low <= max(1, _precision(self.peak_bytes - self._problem.graph.resident_bytes))
 
     def _every_search(self) -> Iterator[Search]:
-        """Searches from every start; one that was not made yet is made when those before it have been used."""
+        """Searches from every start; each is made when the previous ones have been used."""
         yield from tuple(self._searches)
         while self._clock.left_s() > 0 and (search := next(self._starts, None)) is not None:
             self._searches.append(search)
@@ -198,5 +198,5 @@ class _Bisection:
 
 
 def _precision(peak_bytes: int) -> int:
-    """Bytes of a peak above resident ones that make no difference: less than allocators round."""
+    """A difference of peaks, in bytes, that does not matter: less than the rounding of allocators."""
     return peak_bytes // 1000

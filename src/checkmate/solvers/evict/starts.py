@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """Every op in the order of first computations, and those that are computed when another op needs them instead.
+    """Every op in the order of first computations, and the ops that are computed on demand instead.
 
     An op that is listed again has another stage there (`Search`).
     """
@@ -25,7 +25,7 @@ class Start(NamedTuple):
     on_demand: frozenset[int]
 
     def search(self, problem: Problem, seed: int, time_up: Flag | None = None) -> Search:
-        """A search of the problem from here."""
+        """A search of the problem from this start."""
         from checkmate.solvers.evict.search import Search
 
         return Search(problem, self.on_demand, seed, self.order, time_up)
@@ -41,10 +41,10 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
 
 
 def ops_of_kept(problem: Problem) -> tuple[int, ...]:
-    """Ops of kept values that may be computed again, those first that need most bytes beside the values.
+    """Recomputable ops of kept values, in descending order of the bytes that they need in addition to the kept values.
 
-    At the end the values that were made are held while the others are made. The sum of what is held and what an op needs is
-    lowest at its highest if the ops that need most come first: the exchange argument of scheduling.
+    At the end, kept values are held while later ones are computed. The peak of held bytes plus the bytes that an op needs is
+    lowest if the ops that need most come first: the exchange argument of scheduling.
     """
     graph = problem.graph
 
@@ -58,12 +58,12 @@ def ops_of_kept(problem: Problem) -> tuple[int, ...]:
 
 
 def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator[Start]:
-    """Starts of searches, each made when the one before it has been used.
+    """Starts of searches, each made when the previous one has been used.
 
-    The given order first. Where kept values take a quarter of the budget, it once more, with their ops listed again at its end:
-    below that there is room for all of them, whenever they are made. Then the lower of it and one of list scheduling, annealed
-    to hold less above the budget; on a graph of over 3,000 ops, where annealing takes seconds, the scheduled one as it is, if
-    it is lower.
+    First the given order. If kept values take over a quarter of the budget, the given order again, with their ops listed again
+    at its end: smaller kept values fit whenever they are made. Then the lower of the given and a list-scheduled order, annealed
+    to hold fewer bytes over the budget. On graphs of over 3,000 ops annealing takes seconds: there it is the list-scheduled
+    order itself, if it is lower.
     """
     graph = problem.graph
     given = tuple(range(len(graph.ops)))
@@ -89,8 +89,8 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
 def on_demand_ops(graph: Graph) -> frozenset[int]:
     """Forward ops that no loss op depends on: only the backward pass needs them.
 
-    Frameworks run such ops in the forward pass, and their values are then held through it. Computed when the backward pass first
-    reads them, they are not. Only ops that no rule ties to a place are among them: recomputable, in no `order`
+    Frameworks run these ops in the forward pass and hold their values to its end. A plan that computes them when the backward
+    pass first reads them does not. Only ops that no rule ties to a place are included: recomputable, in no `order`
     pair, without `clobbered_by` and replay bytes, overwriting nothing, and with readers.
     """
     tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
@@ -108,7 +108,7 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
 
 
 def movable_to_end(graph: Graph) -> frozenset[int]:
-    """Ops that nothing keeps from being computed last: tied to no place, and all that they make is kept and unread."""
+    """Ops that can be computed last: no rule ties them to a place, and all their outputs are kept and unread."""
     tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     return frozenset(
         o
@@ -118,10 +118,10 @@ def movable_to_end(graph: Graph) -> frozenset[int]:
 
 
 def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
-    """Backward ops that are better left to the end: without readers, kept, and with outputs larger than their inputs.
+    """Backward ops to try at the end: their outputs are kept, unread, and larger than their inputs.
 
-    A weight gradient that is larger than the activations and gradients it is computed from costs less memory as those.
-    Whether it pays depends on what else reads them, so that searches start both with and without it.
+    If a weight gradient is larger than the activations and gradients that it is computed from, holding these takes less memory.
+    Whether that pays depends on the other readers of these inputs, so searches start both with and without it.
     """
 
     def made_less_read(o: int) -> int:
@@ -133,11 +133,11 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
 
 
 def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
-    """The graph's own order with some ops moved to right before their first reader, or to the end."""
+    """The graph's own order with some ops moved right before their first reader, or to the end."""
     late = on_demand_ops(graph) | deferred_weight_gradients(graph) if late is None else late
     out: list[int] = []
     done = [False] * len(graph.ops)
-    # Depth first from the targets, with an explicit stack: whatever a target needs and was moved comes right before it.
+    # Depth first from the targets, with an explicit stack: moved ops that a target needs come right before it.
     for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
         stack = [target]
         while stack:

@@ -1,1 +1,1 @@
-"""Plans that copy values to the host as well as compute them again: where to place the copies, and the search over both."""
+"""Plans that both copy values to the host and compute values again: the places of the copies, and the search over both."""

@@ -1,11 +1,11 @@
-"""The search over computing again and copying: which values go to the host, and what is computed again beside that.
+"""The joint search over recomputations and copies to the host.
 
-A round chooses a set of values to copy, places their copies for the times of the best plan so far (`placement`), and lets the
-search over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by
-`simulate`. The first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus;
-later ones from the best set, by exchanging a few values. Where no plan without copies was found, the set of all values comes
-before them. Copies that are hidden come first: placed at the speed of the bus, they cost nothing. Placed for a faster bus
-than there is, they hold less and are waited for.
+A round chooses a set of values to copy, places their copies by the times of the best plan so far (`placement`), and the
+search over evictions (`evict`) finds the recomputations that are still needed; `simulate` times the plan with its copies.
+The first sets come from the linear programs of the joint bound, whose z selects the values worth their time on the bus.
+Later sets exchange a few values of the best set. If no plan without copies was found, the set of all values comes first.
+Hidden copies are tried first: placed for the speed of the bus, they cost nothing. Copies placed for a faster bus than the
+real one hold fewer bytes, and the step waits for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from checkmate.solvers.tunables import TUNABLES
 
 
 def run_with_host(problem: Problem, session: Session, alone: Solver) -> Termination:
-    """Find the plan whose step ends first; never later than without copies, whose plans a solver for that offers first."""
+    """Find the plan whose step ends first; never later than without copies, since `alone` first offers plans without."""
     alone_ns = _solve_alone(problem, session, alone)
     if session.cost == problem.graph.cost:
         session.remark("offload does not pay: the budget holds every value, so nothing is computed again or copied")
@@ -58,7 +58,7 @@ def run_with_host(problem: Problem, session: Session, alone: Solver) -> Terminat
 def _solve_alone(problem: Problem, session: Session, solver: Solver) -> int | None:
     """The cost of the best plan without copies, in three tenths of the time."""
     left = session.left_s()
-    if session.plan is not None and session.plan.host is None:  # one to start from was given
+    if session.plan is not None and session.plan.host is None:  # the caller gave an initial plan
         return session.cost
     without = problem.without_host()
     if left <= 0 or floor(without.graph).peak_bytes > without.budget_bytes:
@@ -66,7 +66,7 @@ def _solve_alone(problem: Problem, session: Session, solver: Solver) -> int | No
     inner = Session(without, replace(session.limits, time_s=left * 0.3 if math.isfinite(left) else None))
     try:
         solver.run(without, inner)
-    finally:  # also where the user interrupts
+    finally:  # also if the user interrupts
         inner.close()
         if inner.plan is not None:
             session.offer_plan(inner.plan)
@@ -109,7 +109,7 @@ class _Joint:
         first = next(more)
         made = [first]
         everything = frozenset(first.gaps)
-        if self.session.plan is None:  # the first plan comes before any bound
+        if self.session.plan is None:  # a first plan comes before any bound
             self._try(everything, first, 60)
             if self.session.done:
                 return
@@ -121,7 +121,7 @@ class _Joint:
         self._improve()
 
     def _references(self) -> Iterator[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once; each made when the one before was used."""
+        """Times of the best plan so far, and of orders that compute every op once; each made when the previous one was used."""
         found: set[tuple[int, ...]] = set()
         for order in self._orders():
             if order not in found:
@@ -165,14 +165,14 @@ class _Joint:
         return [chosen for _, chosen in found[:3] if chosen]
 
     def _improve(self) -> None:
-        """Exchange some values of the best set until several sets in a row bring no gain."""
+        """Exchange some values of the best set until many sets in a row gain nothing."""
         without_gain = 0
         while self.best is not None and without_gain < 200 and not self.session.done:
             best = self.best
             reference = Reference.of(self.graph, best.order)
             chosen = set(best.chosen)
             others = sorted(set(reference.gaps) - chosen)
-            times = Counter(best.order)  # copies can take the place of what is computed more than once
+            times = Counter(best.order)  # copies can replace recomputations
             again = {v for o, count in times.items() if count > 1 for v in self.graph.ops[o].outputs}
             if self.random.random() < 0.7 and not again.isdisjoint(others):
                 others = [v for v in others if v in again]
@@ -185,13 +185,13 @@ class _Joint:
             without_gain = 0 if self.best.cost < best.cost else without_gain + 1
 
     def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
-        """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""
+        """Search with the copies of a set placed for each speed of the bus, hidden copies first."""
         before: list[Placed] = []
         for speed in (1.0, 1.3, 2.0, 4.0, 1e9):
             if self.session.done:
                 return
             placed = place(reference, chosen, self.host, self.size, speed)
-            if placed == before:  # nothing, or the same places once more
+            if placed == before:  # no copies, or the same places again
                 continue
             before = placed
             cost = self._search(frozenset(p.value for p in placed), placed, reference, decodes)
@@ -230,7 +230,7 @@ class _Joint:
         return best
 
     def _with_moves(self, reference: Reference, at: dict[int, list[int]], moves: Sequence[Move]) -> list[int]:
-        """The sequence of a reference with moves in their stages, less what need not be computed again beside them."""
+        """The sequence of a reference with moves in their stages, without recomputations that the moves make needless."""
         end = len(self.graph.ops)
         sent, back = {m.value for m in moves if m.fetches}, set[int]()
         ids = {(move.value, move.fetches): end + 1 + m for m, move in enumerate(moves)}

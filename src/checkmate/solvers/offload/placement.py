@@ -1,8 +1,8 @@
-"""Where copies are placed: the gap in which a value is away, and the steps at which its copies are done and begun.
+"""The places of copies: the gap in which a value is away, and the steps at which its copies are done and begun.
 
-Times are those of a reference, a sequence of computations without copies. A computation that is added later only moves the
-steps after it back, so that copies which are hidden in the reference stay hidden: the time between the step that issues a
-copy and the step that waits for it can only grow.
+Times come from a reference, a sequence of computations without copies. A computation that is added later only delays the
+steps after it: the time between the step that issues a copy and the step that waits for it can only grow. Copies that are
+hidden in the reference therefore stay hidden.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Gap(NamedTuple):
     """The longest time between two uses of a value."""
 
     value: int
-    made_ns: int  # end of its first computation, from which on it can be copied
+    made_ns: int  # end of the value's first computation; copies can begin then
     left_ns: int  # end of the last use before the gap
-    needed_ns: int  # begin of the first use after it
-    stage: int  # in which it is needed again
+    needed_ns: int  # begin of the first use after the gap
+    stage: int  # stage that needs the value again
 
 
 class Placed(NamedTuple):
     """A value that is away for some stages."""
 
     value: int
-    gone_at: int  # first stage at which its copy to the host is done, so that it can be freed before it
+    gone_at: int  # first stage before which its copy to the host is done and it can be freed
     fetch_at: int  # stage before which its copy back is issued
 
 
@@ -53,7 +53,7 @@ class Reference:
         made: dict[int, int] = {}
         last: dict[int, int] = {}  # value -> end of its last use
         best: dict[int, Gap] = {}
-        # A view that folding left is tied to its place and keeps the storage that it was made from.
+        # A view that folding left is tied to its place and keeps its base's storage.
         viewed = {graph.root[v] for v, value in enumerate(graph.values) if value.base is not None}
         free = {v for v, value in enumerate(graph.values) if value.base is None and value.size_bytes and v not in viewed}
 
@@ -86,10 +86,10 @@ class Reference:
 
 
 def place(reference: Reference, chosen: Iterable[int], host: HostMemory, size: Sequence[int], speed: float) -> list[Placed]:
-    """Places of the copies of some values, each as late as its deadline allows and as early as the bus does.
+    """Places of the copies of some values: copies to the host as early, copies back as late as the bus allows.
 
     Copies to the host are made in the order in which the values are computed, copies back in the order in which they are needed.
-    Values that would be away for no stage are left out. At a factor of the bus above 1 less is held, and copies are waited for.
+    Values that would be away for no stage are left out. At a `speed` above 1 fewer bytes are held, and steps wait for copies.
     """
     gaps = [reference.gaps[v] for v in chosen if v in reference.gaps]
     begins = reference.begins

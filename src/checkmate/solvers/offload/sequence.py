@@ -1,4 +1,4 @@
-"""From a sequence of computations and copies to a plan: what is not needed is left out, and every value is freed in time."""
+"""Makes a plan of a sequence of computations and copies: drops needless steps, and frees every value at its earliest place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from checkmate.solvers.reductions.unread import ordered_ops
 def plan_with_copies(problem: Problem, sequence: Sequence[Step]) -> Plan:
     """The plan of a sequence of `Compute`, `Offload`, `Fetch` and `Free` steps.
 
-    A `Free` in the sequence says that the value is not to be freed before that place, where its copy is expected to be done;
-    it is freed after its last read if that is later. All other values are freed at their earliest place, and copies on the
-    host after the first computation that reads what was fetched from them.
+    A `Free` in the sequence is the earliest place for the free of its value, where the copy is expected to be done; if the last
+    read is later, the value is freed after it. All other values are freed at their earliest place, and copies on the host
+    after the first computation that reads the fetched value.
     """
     return _with_frees(problem, needed_steps(problem, sequence))
 

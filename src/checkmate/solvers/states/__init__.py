@@ -1,1 +1,1 @@
-"""Best-first search over what is live, exact where few states are within reach."""
+"""Best-first search over sets of live values, exact if few states can be reached."""

@@ -1,4 +1,4 @@
-"""A best-first search over states, as an object that can be continued where it stopped."""
+"""A best-first search over states, as an object that can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from checkmate.solvers.states.packed_problem import PackedProblem
 class Exploration:
     """An A* search that is interrupted and continued, on the folded problem of a session.
 
-    States that cost as much as its best plan are not stored, and of the others at most `max_states`, of about 100 bytes each.
-    `ended` says why the search cannot be continued, or is None.
+    It stores at most `max_states` states, of about 100 bytes each, and none that costs as much as the best plan. `ended` is the
+    reason why the search cannot be continued, or None.
     """
 
     def __init__(self, fold: FoldViews, packed: PackedProblem, session: Session, max_states: int) -> None:
@@ -37,7 +37,7 @@ class Exploration:
     def run(self, out_of_time: Callable[[], bool]) -> None:
         """Expand states until the search ends, the session is done, or it is out of time."""
         counters, session = self._counters, self._session
-        # A plan that was found elsewhere since the last run: states at or above its cost are no longer wanted.
+        # A plan may have been found elsewhere since the last run: states at or above its cost are no longer wanted.
         if session.cost is not None:
             self._limit = min(self._limit, session.cost - self._offset)
         if not self._begun:
@@ -45,10 +45,10 @@ class Exploration:
             self._begun = True
         counters[LIMIT] = self._limit
         while self.ended is None and not out_of_time():
-            # So many states take some milliseconds.
+            # This number of states takes some milliseconds.
             expand(self._packed, self._store, counters, 2000, self._chosen)
-            # The estimate is consistent, so states are expanded in the order of the least cost of a plan through them, and
-            # what is not expanded costs no less than the last one that was. What was never stored costs the limit or more.
+            # The estimate is consistent: states are expanded in the order of the least cost of a plan through them, and the
+            # others cost no less than the last expanded one. States that were never stored cost the limit or more.
             session.prove(self._offset + float(min(counters[LEAST], self._limit)))
             if counters[GOAL] >= 0:
                 session.offer(self._fold.invert(self._order(int(counters[GOAL]))))
@@ -56,7 +56,7 @@ class Exploration:
             elif counters[FULL]:
                 self._end(Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE)
             elif not counters[QUEUED]:
-                # Every state below the limit was expanded and none was the goal: no plan is cheaper than the best one.
+                # Every state below the limit was expanded, and none was the goal: the best plan is optimal.
                 session.prove(math.inf if session.cost is None else self._limit + self._offset)
                 self._end(Reason.INFEASIBLE if session.cost is None else Reason.OPTIMAL)
             if session.done:
@@ -68,7 +68,7 @@ class Exploration:
         self.ended = Termination(reason, detail=f"{counters[EXPANDED]} of {counters[FOUND]} states expanded{full}")
 
     def _order(self, state: int) -> list[int]:
-        """Ops along the cheapest path to a state. What is freed between them follows from the order."""
+        """Ops along the cheapest path to a state. The frees between them follow from the order."""
         order: list[int] = []
         while self._store.op[state] >= 0:
             order.append(int(self._store.op[state]))
@@ -77,21 +77,21 @@ class Exploration:
 
 
 class _Store(NamedTuple):
-    """States that were reached, a hash table to find them and a binary heap of those to expand."""
+    """The reached states, a hash table to find them, and a binary heap of the states to expand."""
 
     states: Any  # the two words of each state; shape [state, word]
     cost: Any  # least cost at which it was reached
-    left: Any  # estimate of what remains
+    left: Any  # estimate of the remaining cost
     parent: Any  # state that it was reached from, or -1
     op: Any  # op computed on the way, or -1
-    table: Any  # hash table with open addressing: a state plus one, or 0 where free; its length is a power of two
+    table: Any  # hash table with open addressing: a state plus one, or 0 if free; its length is a power of two
     queue_key: Any  # heap: least cost of a plan through each entry
-    queue_left: Any  # heap: estimate of what remains
+    queue_left: Any  # heap: estimate of the remaining cost
     queue_state: Any
 
 
 def _store(max_states: int) -> _Store:
-    # A state that is reached again at a lower cost is queued again, and its old entry skipped when it comes up.
+    # A state that is reached again at a lower cost is queued again; its old entry is skipped later.
     queued = 2 * max_states
     return _Store(
         states=np.empty((max_states, 2), dtype=np.uint64),

@@ -1,11 +1,11 @@
 """Kernels of A* (Hart, Nilsson and Raphael 1968) over states: which values are live and which ops were computed.
 
-Rematerialisation is a pebble game (Sethi 1975): a state is the set of pebbled values, a move computes one op. Plain search
-would have a move for every value that could be dropped at every step. Three things make it small enough:
+Rematerialisation is a pebble game (Sethi 1975): a state is the set of pebbled values, a move computes one op. A plain search
+would also have a move for every value that could be dropped, at every step. Three rules make the search small enough:
 
-- values are dropped only when an op needs their room, and then a least set of them: holding more costs nothing;
-- a state that cannot come below the best known plan is not stored;
-- the estimate of what remains is what would have to run if memory did not matter.
+- values are dropped only when an op needs their room, and then a minimal set of them: holding more costs nothing;
+- a state that cannot lead to a plan cheaper than the best one is not stored;
+- the estimate of the remaining cost is the cost of the ops that would have to run if memory did not matter.
 
 In all kernels ``p`` is a `PackedProblem`, ``store`` the `_Store` of `exploration`, ``low`` and ``high`` are the two words of a
 state.
@@ -24,8 +24,8 @@ from checkmate.solvers.backends.kernels import inner_kernel, kernel
 
 FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED, LIMIT = range(8)
 """Places in the array of counters: states found, entries of the queue, states expanded, the goal's state or -1, least
-cost of what is not expanded, whether an array was too small, sets of values
-tried in this call of `expand`, and the cost from which on plans are not wanted."""
+cost of states not expanded, whether an array was too small, sets of values
+tried in this call of `expand`, and the limit: plans of that cost or more are not wanted."""
 
 _ZERO: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
@@ -41,11 +41,11 @@ def _has(low, high, bit):
 
 @inner_kernel
 def _least_left(p, low, high):
-    """Cost of the ops that still have to run, if memory did not matter.
+    """Cost of the ops that would still have to run if memory did not matter.
 
-    Ops are in topological order, so one pass from the last to the first finds all that are needed. A move pays for its op,
-    and lowers the estimate by no more than that: the estimate is consistent, so that a state has its least cost when it is
-    expanded and is expanded once.
+    Ops are in topological order: one pass from the last to the first finds all that are needed. A move costs its op, and lowers
+    the estimate by at most this cost. The estimate is therefore consistent: a state has its least cost when it is expanded, and
+    is expanded once.
     """
     need_low, need_high, total = p.goal[0] & ~low, p.goal[1] & ~high, 0
     for o in range(len(p.cost) - 1, -1, -1):
@@ -58,10 +58,10 @@ def _least_left(p, low, high):
 
 @inner_kernel
 def _place(table, states, low, high):
-    """Slot of a state in the hash table: its own, or the free one where it belongs.
+    """Slot of a state in the hash table: its own, or the free one for it.
 
-    Linear probing; the table has at least twice as many entries as there can be states, so a free one is always near. The
-    constants are those of splitmix64, which spread states that differ in few bits.
+    Linear probing; the table has at least twice as many entries as there can be states, so a free entry is always near. The
+    constants of splitmix64 spread states that differ in few bits.
     """
     mask = np.uint64(len(table) - 1)
     mixed = (low ^ (high * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -75,7 +75,7 @@ def _place(table, states, low, high):
 
 @inner_kernel
 def _sooner(key, left, other_key, other_left):
-    """Order of the queue: by key, and among equal ones first what has least left to do, as it is nearest to the goal."""
+    """Order of the queue: by key, then by remaining cost, because states with the least are nearest to the goal."""
     return key < other_key or (key == other_key and left < other_left)
 
 
@@ -123,7 +123,7 @@ def _pop(store, counters):
 @inner_kernel
 def _reach(p, store, counters, low, high, cost, parent, op):
     """Store and queue a state if it is new or was reached at a lower cost, and can lead to a plan below the limit."""
-    # A state is stored at most once, with the least cost known; whether its queue entry is current is seen when it is taken.
+    # A state is stored at most once, with the least cost known; its outdated queue entries are skipped when they are taken.
     slot = _place(store.table, store.states, low, high)
     entry = store.table[slot]
     if entry != 0:
@@ -133,7 +133,7 @@ def _reach(p, store, counters, low, high, cost, parent, op):
         left = store.left[state]
     else:
         left = _least_left(p, low, high)
-        # Not even stored: most states of a graph are too expensive, and memory is what ends this search.
+        # Not even stored: most states of a graph are too expensive, and memory limits this search.
         if cost + left >= counters[LIMIT]:
             return
         state = counters[FOUND]
@@ -153,14 +153,14 @@ def _reach(p, store, counters, low, high, cost, parent, op):
 
 @inner_kernel
 def _compute(p, store, counters, state, o, chosen):
-    """Compute an op in a state, after dropping each least set of values that makes room for it.
+    """Compute an op in a state, after dropping each minimal set of values that makes room for it.
 
-    A set is least if no value of it could stay. Only those are tried: with more values live every later move is possible
-    that is possible with fewer, at the same cost, since they can be dropped later.
+    A set is minimal if none of its values could stay. Other sets need no try: values that stay can be dropped later, so every
+    move that is possible with fewer live values is possible with more, at the same cost.
     """
     low, high, cost = store.states[state, 0], store.states[state, 1], store.cost[state] + p.cost[o]
     count, held = 0, p.during[o]
-    for k in range(len(p.size)):  # by size, falling
+    for k in range(len(p.size)):  # by size, descending
         v = p.by_size[k]
         # Empty values need no room and are never dropped. The inputs stay while the op runs.
         if _has(low, high, v):
@@ -168,15 +168,14 @@ def _compute(p, store, counters, state, o, chosen):
             if p.size[v] > 0 and not _has(p.reads[o, 0], p.reads[o, 1], v):
                 chosen[count] = v
                 count += 1
-    # For an op that is too large even alone no set below frees enough, and no state follows.
+    # If an op is too large even alone, no set frees enough, and no state follows.
     excess = held - p.budget
     if excess <= 0:
         _reach(p, store, counters, low | p.makes[o, 0], high | p.makes[o, 1], cost, state, o)
         return
-    # Depth first over subsets, the largest values first: a set that frees enough is least if it frees too little without its
-    # smallest value, which is the one added last. A branch ends where all values left would be too little.
-    # The stack of picked values, their state words and the bytes freed are changed and restored as one walks the tree, so
-    # that no set is copied.
+    # Depth first over subsets, the largest values first: a set that frees enough is minimal if it frees too little without its
+    # smallest value, the one added last. A branch ends if all values left would free too little.
+    # The walk changes and restores the stack of picked values, their state words and the bytes freed; no set is copied.
     picked = chosen[len(p.size) :]  # stack of positions in ``chosen``
     rest = chosen[2 * len(p.size) + 1 :]  # bytes of the values from a position on
     rest[count] = 0
@@ -194,8 +193,8 @@ def _compute(p, store, counters, state, o, chosen):
             k += 1
             continue
         tried += 1
-        # With many small values there are exponentially many least sets; a state with more ends the search as a full array does,
-        # since leaving some out would make its bound wrong.
+        # With many small values there are exponentially many minimal sets. A state with too many ends the search, as a full
+        # array does: leaving some out would make the bound wrong.
         if tried > 1 << 14:
             counters[FULL] = 1
         v = chosen[k]
@@ -233,14 +232,14 @@ def expand(p, store, counters, most, chosen):
     """Expand states in the order of their least cost, until the goal, ``most`` states, a full array, or a look at the clock."""
     counters[TRIED] = 0
     for _ in range(most):
-        # Of so many sets the clock is looked at: some tens of milliseconds.
+        # The clock is read after this number of sets, which takes some tens of milliseconds.
         if counters[QUEUED] == 0 or counters[FULL] != 0 or counters[TRIED] > 1 << 20:
             return
         key = store.queue_key[0]
         state = _pop(store, counters)
         if key != store.cost[state] + store.left[state]:
             continue  # reached at a lower cost after this entry was queued; there is another entry
-        # Keys never fall from one expansion to the next, as the estimate is consistent: this is a bound on every plan.
+        # The estimate is consistent, so keys never fall from one expansion to the next: a key is a bound on every plan.
         counters[LEAST] = key
         low, high = store.states[state, 0], store.states[state, 1]
         if p.goal[0] & ~low == _ZERO and p.goal[1] & ~high == _ZERO:
@@ -251,7 +250,7 @@ def expand(p, store, counters, most, chosen):
         for o in range(len(p.cost)):
             if p.reads[o, 0] & ~low != _ZERO or p.reads[o, 1] & ~high != _ZERO:
                 continue
-            # All that it would make is there: computing it would cost and change nothing.
+            # All its outputs are live: computing it would add cost and change nothing.
             if p.makes[o, 0] & ~low == _ZERO and p.makes[o, 1] & ~high == _ZERO:
                 continue
             if p.never_after[o, 0] & low != _ZERO or p.never_after[o, 1] & high != _ZERO:

@@ -1,7 +1,7 @@
 """A folded problem as sets of bits, for the search over states.
 
-A state of that search is one set: the values that are live, and those ops of which it matters whether they were computed. As
-two 64-bit words it is compared, hashed and tested against an op's conditions in a few instructions.
+A state of that search is one set: the live values, and the computed ops, as far as their computation matters. A state is two
+64-bit words: it is compared, hashed and tested against an op's conditions in a few instructions.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Ints = npt.NDArray[np.int64]
 
 
 class PackedProblem(NamedTuple):
-    """A folded problem as words and amounts. Bit v stands for value v being live; further bits for ops that were computed."""
+    """A folded problem as words and amounts. Bit v means that value v is live; further bits mean that ops were computed."""
 
     reads: Words  # values an op reads; shape [op, word]
     makes: Words  # values it makes, and its own bit if it has one
     only_after: Words  # ops whose first computation precedes its own
     never_after: Words  # ops after which it cannot be computed: those that overwrite its inputs, itself if it may run only once
-    goal: Words  # what is set when the step has ended; shape [word]
+    goal: Words  # bits that are set when the step has ended; shape [word]
     size: Ints  # bytes of each value
-    by_size: Ints  # values by size, falling
+    by_size: Ints  # values by size, descending
     during: Ints  # bytes of an op's outputs and workspace
     cost: Ints
     budget: int  # bytes above resident ones
 
 
 def pack(folded: Problem) -> PackedProblem | str:
-    """Pack a problem whose views are folded, or say in words why this search cannot solve it."""
+    """Pack a problem whose views are folded; returns a reason as text if this search cannot solve it."""
     graph = folded.graph
     values, ops = len(graph.values), len(graph.ops)
     if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
@@ -47,13 +47,13 @@ def pack(folded: Problem) -> PackedProblem | str:
     once = [not may_run_again(folded, o) for o in range(ops)]
     before = [*graph.order, *(() if folded.reorder else pairwise(range(ops)))]
     sinks = [o for o, op in enumerate(graph.ops) if not any(graph.readers[v] or graph.values[v].kept for v in op.outputs)]
-    # Whether an op was computed is not visible in what is live, and matters in these cases alone. A bit for each op would
-    # tell states apart that have the same future, and there would be exponentially more of them. An op whose outputs are
-    # neither read nor kept has to be computed all the same, as every plan computes every op.
+    # The live values do not show whether an op was computed, and only in these cases does it matter. A bit for each op would
+    # distinguish states with the same future, and there would be exponentially more of them. An op whose outputs are
+    # neither read nor kept still has a bit, because every plan computes every op.
     tracked = {o for o in range(ops) if once[o]} | {a for a, _ in before} | {c for op in graph.ops for c in op.clobbered_by}
     bit = {o: values + k for k, o in enumerate(sorted(tracked | set(sinks)))}
-    # Two words. More would admit more graphs, but the number of states grows exponentially: linear32, with 65 bits, is at some
-    # budgets out of reach already.
+    # Two words. More would admit more graphs, but the number of states grows exponentially: linear32, with 65 bits, is already
+    # out of reach at some budgets.
     if values + len(bit) > 128:
         return f"{values + len(bit)} bits of state are over 128"
     own = [[bit[o]] if o in bit else [] for o in range(ops)]

@@ -30,7 +30,7 @@ def fusible_packets() -> Iterable[Any]:
 
 
 def overwritten_inputs(count: int) -> frozenset[int] | None:
-    """Positions of the inputs that the most recently compiled graph overwrites; None where its metadata does not say."""
+    """Positions of the inputs that the most recently compiled graph overwrites; None if its metadata does not say."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None or len(metadata.input_info) != count:  # AOTAutograd merged inputs that alias
@@ -41,7 +41,7 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
 def regions_as_hints() -> AbstractContextManager[Any]:
     """Context in which AOTAutograd recomputes no region under ``torch.utils.checkpoint`` by itself.
 
-    In a graph with a backward in it, a whole step, it would do so before the graph is planned, and refuse regions with dropout.
+    In a graph with a backward in it, a whole step, it would do this before the graph is planned, and refuse regions with dropout.
     """
     return functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
 
@@ -49,7 +49,7 @@ def regions_as_hints() -> AbstractContextManager[Any]:
 BoxedRun = Callable[[list[Any]], Any]
 """A callable in AOTAutograd's boxed calling convention: it takes one list of arguments and clears it.
 
-Only so can an argument be freed before the call returns: the caller's list holds no reference any more.
+An argument can be freed before the call returns only in this way: the caller's list holds no reference any more.
 """
 
 
@@ -61,7 +61,7 @@ def boxed(module: torch.fx.GraphModule) -> BoxedRun:
 
 
 def as_boxed(function: BoxedRun) -> BoxedRun:
-    """Mark a callable as one of the boxed calling convention, the mark that AOTAutograd looks for."""
+    """Mark a callable as boxed, with the mark that AOTAutograd looks for."""
 
     def run(args: list[Any]) -> Any:
         return function(args)
@@ -76,7 +76,7 @@ def is_tangent(node: torch.fx.Node) -> bool:
 
 
 def saved_symbols(forward: torch.fx.GraphModule, num_outputs: int) -> int:
-    """How many symbolic sizes a forward module returns last, for its backward, which gets them first."""
+    """Number of symbolic sizes that a forward module returns last, for its backward, which reads them first."""
     saved = list(forward.graph.output_node().args[0])[num_outputs:]  # type: ignore[arg-type]
     return sum(isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for n in saved)
 
@@ -95,7 +95,7 @@ def keep_undefined(outputs: Iterable[Any]) -> None:
 
 
 def inductor_cache_folder() -> Path:
-    """Where Inductor and AOTAutograd keep what they build: ``TORCHINDUCTOR_CACHE_DIR``, else a folder of temporary files."""
+    """Folder in which Inductor and AOTAutograd keep their files: ``TORCHINDUCTOR_CACHE_DIR``, else one of temporary files."""
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
@@ -105,7 +105,7 @@ def aot_cache_disabled() -> AbstractContextManager[Any]:
 
 
 def cached_attributes(run: Callable[..., Any]) -> dict[str, Any]:
-    """Attributes of compiled code by which an entry of AOTAutograd's cache refers to it."""
+    """Attributes of compiled code through which an entry of AOTAutograd's cache refers to it."""
     names = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr", "_time_taken_ns")
     return {name: getattr(run, name) for name in names if hasattr(run, name)}
 
@@ -128,22 +128,22 @@ class CacheEntry:
 
 
 class CachedCompilation:
-    """A compilation that AOTAutograd's cache may answer.
+    """A compilation that may be found in AOTAutograd's cache.
 
-    AOTAutograd looks into its cache before it traces a graph, and saves an entry as soon as it has compiled one. Here an entry is
-    held until it is known which of several compilations runs, and a loaded forward and backward are handed out before
-    AOTAutograd wraps them.
+    AOTAutograd looks into its cache before it traces a graph, and saves an entry as soon as it has compiled one. This class holds
+    an entry until it is known which of several compilations runs, and replaces a loaded forward and backward before AOTAutograd
+    wraps them.
     """
 
     def __init__(self) -> None:
-        self.note: Any = None  # what was saved with the entry that was found; None if there is none
-        self.entries: list[CacheEntry] = []  # what AOTAutograd would have saved; empty if its cache answered
+        self.note: Any = None  # the note of the entry that was found; None if there is none
+        self.entries: list[CacheEntry] = []  # entries that AOTAutograd would have saved; empty if its cache had one
 
     @contextmanager
     def looking_up(self, replace: Callable[[str, Any], Any]) -> Iterator[None]:
         """Context in which one graph is compiled, or taken from the cache.
 
-        AOTAutograd calls what a function returns for ``"forward"`` or ``"backward"`` and the code that was loaded.
+        AOTAutograd calls the result of ``replace``, given ``"forward"`` or ``"backward"`` and the loaded code.
         """
         if functorch_config.bundled_autograd_cache:
             with aot_cache_disabled():
@@ -175,5 +175,5 @@ class CachedCompilation:
 
 
 def _then(post_compile: Callable[..., Any], which: str, replace: Callable[[str, Any], Any]) -> Callable[..., Any]:
-    """The last that AOTAutograd does with code when it has loaded it, and then a replacement of the code."""
+    """AOTAutograd's last change of loaded code, followed by a replacement of the code."""
     return lambda *args, **kwargs: replace(which, post_compile(*args, **kwargs))

@@ -2,8 +2,8 @@
 
 Inductor compiles each C++ kernel of a module by itself, when the module is loaded. Nearly all of that time is the same for any
 kernel: starting the compiler and reading headers. 130 kernels of a GPT-2 take 118 s one by one, and 16 s in one file. The first
-step of a ResNet-18, with planning and tracing, takes 69 CPU seconds with 44 files, and 52 with 8. Inductor has no option for
-it, so that ``AsyncCompile.cpp_pybinding``, which a module calls for each kernel, is replaced while the module is generated and
+step of a ResNet-18, with planning and tracing, takes 69 CPU seconds with 44 files, and 52 with 8. Inductor has no option for it.
+Therefore ``AsyncCompile.cpp_pybinding``, which a module calls for each kernel, is replaced while the module is generated and
 loaded.
 """
 
@@ -26,7 +26,7 @@ from torch._inductor.utils import clear_on_fresh_cache
 from checkmate.torch._compat import replaced
 
 _INLINING = ("--param=large-unit-insns=1000000", "--param=large-function-insns=1000000", "--param=max-inline-insns-auto=1000")
-"""GCC inlines less where a file is large or a function has many callers: kernels of a U-Net took up to twice as long."""
+"""GCC inlines less if a file is large or a function has many callers: kernels of a U-Net took up to twice as long."""
 
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 
@@ -46,7 +46,7 @@ class _CodeCache(CppPythonBindingsCodeCache):
 class PendingKernels:
     """The C++ kernels of generated modules, until they are built.
 
-    A module whose kernels are not built is complete otherwise. A kernel that is called before that is built first.
+    A module whose kernels are not built is otherwise complete. A kernel that is called too early is built first.
     """
 
     def __init__(self) -> None:
@@ -73,18 +73,18 @@ class PendingKernels:
             waiting, threads = self._kernels, get_compile_threads()
             if not waiting:
                 return
-            # The fixed time of a file is that of about ten kernels, so that fewer are not worth another file.
+            # The fixed time of a file is the time of about ten kernels: fewer kernels are not worth another file.
             per_file = max(8, -(-len(waiting) // threads))
             files = [waiting[at : at + per_file] for at in range(0, len(waiting), per_file)]
             pick_vec_isa()  # it probes the processor once, but once for each thread that asks at the same time
             with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(_build_file, files))  # compilers run in other processes, so that threads suffice
+                list(pool.map(_build_file, files))  # compilers run in other processes: threads suffice
             self._kernels = []
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """A kernel in the place of its function."""
+    """A kernel that stands for its function."""
 
     argtypes: tuple[str, ...]
     source: str  # C++ source of a function ``kernel``
@@ -121,7 +121,7 @@ def _source(kernels: Sequence[tuple[tuple[str, ...], str]]) -> str:
         lines = source.splitlines()
         headers.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
         body = "\n".join(line for line in lines if not line.startswith("#include"))
-        # Templates define functions beside the kernel, by the same names in each.
+        # Templates define functions in addition to the kernel, with the same names in each file.
         renamed = re.sub(r"\bkernel\b", f"kernel_{i}", body)
         bodies.append(f"namespace file_{i} {{\n{renamed}\n}}")
         bindings.append(

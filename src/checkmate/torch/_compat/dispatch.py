@@ -39,7 +39,7 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 
 
 def fake_mode_with_numbers() -> FakeTensorMode:
-    """A mode in which `Tensor.item` of a fake tensor returns a symbol, and not an error."""
+    """A mode in which `Tensor.item` of a fake tensor returns a symbol instead of an error."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     mode.allow_scalar_outputs = True
     return mode
@@ -47,7 +47,7 @@ def fake_mode_with_numbers() -> FakeTensorMode:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Context in which ops run for real and as fast as ever while Dynamo or AOTAutograd traces.
+    """Context in which ops run for real and at full speed while Dynamo or AOTAutograd traces.
 
     There is no ``TorchDispatchMode``, and no dispatch through Python, which adds 25 microseconds to each op.
     """
@@ -57,7 +57,7 @@ def no_modes() -> Iterator[None]:
 
 @contextmanager
 def defined_memory() -> Iterator[None]:
-    """Context in which PyTorch's ops give the same bits each time, where they can, and new tensors have defined content."""
+    """Context in which PyTorch's ops give the same bits each time, if they can, and new tensors have defined content."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch._C._get_deterministic_fill_uninitialized_memory()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -79,7 +79,7 @@ innermost_transform = peek_interpreter_stack
 
 
 def dispatches_in_python(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that handles its ops in Python, and wraps other tensors or none."""
+    """Whether the class of a tensor handles its ops in Python; the tensor may wrap other tensors or none."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
@@ -98,7 +98,7 @@ def autocast_kernels(device: Literal["CPU", "CUDA"]) -> set[str]:
 
 
 def autocast_off() -> AbstractContextManager[Any]:
-    """Context in which the CPU's autocast leaves ops alone, so that a rule can call the op it is for."""
+    """Context in which the CPU's autocast leaves ops alone, and a rule can call its own op."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 

@@ -68,16 +68,16 @@ def _fsdp_group(group: Any) -> FSDPGroup:
             storages[gathered.untyped_storage()._cdata] = gathered.numel() * gathered.element_size()
         if (gradient := parameter.sharded_param.grad) is not None:
             gradients.append(gradient.to_local())
-    # Resharding to a smaller world size after the forward is counted as staying unsharded, which is an upper bound.
+    # Resharding to a smaller world size after the forward counts as staying unsharded, which is an upper bound.
     stays = not group._reshard_after_forward or group._use_post_forward_mesh
     return FSDPGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
 
 
 def wrapper_runs(mode: FrameType) -> bool:
-    """Whether an op that a dispatch mode sees is one of ``DistributedDataParallel`` or ``fully_shard``.
+    """Whether an op that a dispatch mode sees belongs to ``DistributedDataParallel`` or ``fully_shard``.
 
-    No function of ``fully_shard`` encloses the forward or the backward of a module: one on the stack of this thread is enough.
-    The forward of ``DistributedDataParallel`` encloses that of its module; its buckets are allocated in C++ that it calls itself.
+    No function of ``fully_shard`` encloses the forward or the backward of a module: one function on the stack of this thread
+    suffices. The forward of ``DistributedDataParallel`` encloses the module's forward; its own C++ code allocates its buckets.
     """
     names = []
     frame = mode.f_back

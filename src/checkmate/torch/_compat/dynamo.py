@@ -36,8 +36,8 @@ RECURRENT = "recurrent layers run by their kernels, outside of the graphs"
 class DynamoTransparentError(ShortenTraceback):
     """Carries an exception of a backend through Dynamo to the user unchanged.
 
-    Dynamo wraps whatever a backend raises in ``BackendCompilerFailed``, which hides the type and the hint of the error.
-    It makes an exception of ``ShortenTraceback``: it raises the result of ``remove_dynamo_frames``, here the carried error.
+    Dynamo wraps every exception of a backend in ``BackendCompilerFailed``, which hides the type and the hint of the error.
+    An exception of ``ShortenTraceback`` is not wrapped: Dynamo raises the result of ``remove_dynamo_frames``, the carried error.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -50,7 +50,7 @@ class DynamoTransparentError(ShortenTraceback):
 
 
 def recompile_current_frame() -> Callable[[], None] | None:
-    """A function that drops the compiled code of the frame being compiled now, so that its next call compiles it again."""
+    """A function that drops the compiled code of the frame being compiled now: the next call compiles it again."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:
@@ -62,9 +62,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def untraced(function: FunctionT) -> FunctionT:
-    """A function that Dynamo leaves alone, with all that it calls.
+    """A function that Dynamo does not trace, with all functions that it calls.
 
-    In a backward inside of a compiled function Dynamo's frame hook is on: it would compile what autograd and Dynamo call back.
+    In a backward inside of a compiled function Dynamo's frame hook is on: it would compile callbacks of autograd and Dynamo.
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
@@ -78,20 +78,20 @@ def takes_gradients(graph: fx.Graph) -> bool:
 def call_through(module: nn.Module, function: Callable[..., Any] | None) -> None:
     """Have calls of a module go through a function, as ``module.compile()`` has them go through compiled code.
 
-    Dynamo traces the module itself, and copies and files of the module do not have the function.
+    Dynamo traces the module itself. Copies and files of the module do not have the function.
     """
-    module._compiled_call_impl = function  # the place of what `nn.Module.compile` compiled
+    module._compiled_call_impl = function  # the place of the code that `nn.Module.compile` compiled
 
 
 def called_through(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that calls of a module go through, such as one of ``module.compile()``; None for the module itself."""
+    """The function that calls of a module go through, for example after ``module.compile()``; None for the module itself."""
     return module._compiled_call_impl
 
 
 def traceable_call(module: nn.Module) -> Callable[..., Any] | None:
-    """A function that calls a module of torch itself; None for one whose forward Dynamo traces without help.
+    """A function that calls one of torch's own modules; None for a module whose forward Dynamo traces without help.
 
-    Dynamo begins no graph in a function of ``torch.nn``, so that ``nn.Sequential(...).compile()`` compiles nothing.
+    Dynamo begins no graph in a function of ``torch.nn``: ``nn.Sequential(...).compile()`` compiles nothing.
     """
     if not isinstance(module.forward, MethodType) or not trace_rules.check(module.forward):
         return None
@@ -108,10 +108,10 @@ CallContext = Callable[[], AbstractContextManager[Any]]
 
 
 def enter_around_calls(backend: Callable[..., Any], context_of: Callable[[Mapping[str, Any]], CallContext | None]) -> None:
-    """Enter a context around every call of what `torch.compile` compiled with a backend.
+    """Enter a context around every call of a function that `torch.compile` compiled with a backend.
 
-    Dynamo has this for backends with an attribute ``backend_ctx_ctor``: ``torch._dynamo.optimize`` looks it up on the
-    `WrapBackendDebug` that it wraps a backend in, which hands on no attribute. Hence a property on that class.
+    Dynamo has this for backends with an attribute ``backend_ctx_ctor``. ``torch._dynamo.optimize`` looks it up on the
+    `WrapBackendDebug` that wraps a backend and has none of its attributes. Hence a property on that class.
     """
 
     def backend_ctx_ctor(wrapper: Any) -> CallContext:
@@ -129,7 +129,7 @@ def enter_around_calls(backend: Callable[..., Any], context_of: Callable[[Mappin
 
 
 def _unwrapped(backend: Any) -> tuple[Any, dict[str, Any]]:
-    """The function of a backend, and the keyword arguments that it is called with."""
+    """The function of a backend, and the keyword arguments of its calls."""
     given: dict[str, Any] = {}
     if isinstance(backend, torch._TorchCompileWrapper):
         given.update(backend.kwargs)
@@ -149,9 +149,9 @@ class FrameRecord(NamedTuple):
     """Dynamo's record of one attempt to compile a frame."""
 
     frame: str  # number of the frame: attempts for the same code share it
-    function: str  # name of the function; empty where Dynamo's limit of compilations was reached
+    function: str  # name of the function; empty if Dynamo's limit of compilations was reached
     file: str
-    line: int  # where it begins, or, after a failure, the line that failed
+    line: int  # the first line, or, after a failure, the line that failed
     reason: str  # why nothing was compiled; empty after a success
 
 
@@ -165,7 +165,7 @@ class GraphBreak(NamedTuple):
 
 
 class CompileLog:
-    """Reads what Dynamo records while it compiles, each record once."""
+    """Reads Dynamo's records of compilations, each record once."""
 
     def __init__(self) -> None:
         # The newest records themselves and not their number: `torch._dynamo.reset` empties the lists.
@@ -190,7 +190,7 @@ class CompileLog:
 
 
 def _after(records: list[Any], last: Any) -> list[Any]:
-    """The records after the last known one; all of them if that one is gone."""
+    """The records after the last known one; all of them if that record is gone."""
     position = next((i for i in range(len(records) - 1, -1, -1) if records[i] is last), -1)
     return records[position + 1 :]
 
@@ -208,9 +208,9 @@ def _frame_record(metrics: Any) -> FrameRecord:
 
 @contextmanager
 def patched_settings(**settings: Any) -> Generator[None]:
-    """Context with some settings of Dynamo, among which may be sets of functions.
+    """Context with some settings of Dynamo, which may be sets of functions.
 
-    PyTorch 2.11 and 2.12 sort such sets to log them, which fails with a traceback.
+    PyTorch 2.11 and 2.12 sort these sets to log them, which fails with a traceback.
     """
     log = dynamo_utils._get_dynamo_config_for_logging
 
@@ -227,7 +227,7 @@ def patched_settings(**settings: Any) -> Generator[None]:
 def recurrent_layers_outside() -> Generator[None]:
     """Context in which Dynamo breaks the graph at `nn.LSTM`, `nn.GRU` and `nn.RNN`.
 
-    It skips the whole function otherwise, unless ``allow_rnn`` is set: then it traces every time step.
+    Otherwise Dynamo skips the whole function; or, if ``allow_rnn`` is set, it traces every time step.
     """
     if dynamo_config.allow_rnn:
         yield
@@ -266,7 +266,7 @@ def _recurrent_layers() -> dict[Any, tuple[Any, Any]]:
 
 
 def watch_compilations(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Have functions called when Dynamo begins and ends to compile a frame; ``torch._dynamo.reset`` forgets them."""
+    """Call functions when Dynamo begins and ends to compile a frame; ``torch._dynamo.reset`` forgets the functions."""
     if began not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(began)
         callback_handler.register_end_callback(ended)

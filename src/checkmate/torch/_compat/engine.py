@@ -12,18 +12,18 @@ from checkmate.torch._compat.dynamo import untraced
 
 
 def queue_after_backward(function: Callable[[], None]) -> None:
-    """Have the autograd engine call a function when the backward that is running now is over."""
+    """Have the autograd engine call a function when the present backward is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
-    """The function that packs what autograd saves now, of `torch.autograd.graph.saved_tensors_hooks`; None without hooks."""
+    """The function of `torch.autograd.graph.saved_tensors_hooks` that packs saved tensors now; None without hooks."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return None if hooks is None else hooks[0]
 
 
 def saved_by_autograd(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that autograd has saved for the backwards of some tensors, but for those that hooks have packed."""
+    """Tensors that autograd has saved for the backwards of some tensors, except those that hooks have packed."""
     todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen, found = set(todo), list[torch.Tensor]()
     while todo:
@@ -49,19 +49,19 @@ def _saved_names(node_type: type) -> tuple[str, ...]:
 
 
 def keeps_graph() -> bool:
-    """Whether a backward is running now that was called with ``retain_graph=True``."""
+    """Whether the present backward was called with ``retain_graph=True``; False outside of any."""
     return current_backward() >= 0 and torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 def current_backward() -> int:
-    """A number of the backward that is running now, which no other backward has; -1 outside of any."""
+    """The number of the present backward, which no other backward has; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def grad_accumulators() -> dict[int, Any]:
-    """The nodes that will add gradients of the node which is running now to ``.grad`` of leaves, by the identity of the leaf.
+    """Nodes that will add gradients of the running node to ``.grad`` of leaves, by the identity of the leaf.
 
-    There are none for leaves without a part in this backward, such as in ``torch.autograd.grad`` and ``backward(inputs=...)``,
+    There are none for leaves outside of this backward, for example in ``torch.autograd.grad`` and ``backward(inputs=...)``,
     and none under compiled autograd, which runs no nodes.
     """
     node = torch._C._current_autograd_node()
@@ -78,12 +78,12 @@ def _runs(node: Any) -> bool:
 
 
 def before_accumulation(node: Any, function: Callable[[torch.Tensor | None], None]) -> None:
-    """Call a function right before a node adds a gradient to that of its leaf, in the backward that is running now."""
+    """Call a function right before a node adds a gradient to the gradient of its leaf, in the present backward."""
     backward = current_backward()
 
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
         handle.remove()
-        if current_backward() == backward:  # another one failed before it came here
+        if current_backward() == backward:  # an earlier backward failed before it came here
             function(gradients[0])
 
     handle = node.register_prehook(untraced(hook))  # a compiled function may call the backward

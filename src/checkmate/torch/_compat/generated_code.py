@@ -29,7 +29,7 @@ class Allocate(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """A name is bound to the storage of another name, or to those of several."""
+    """A name is bound to the storage of another name, or to the storages of several names."""
 
     name: str
     of: tuple[str, ...]
@@ -45,7 +45,7 @@ class Free(NamedTuple):
 class LibraryCall(NamedTuple):
     """An op of another library runs, and may allocate inside."""
 
-    node: Node | None  # the node of the graph that it computes, where it is one
+    node: Node | None  # the node of the graph that it computes, if there is one
 
 
 Event = Allocate | Alias | Free | LibraryCall
@@ -54,12 +54,12 @@ Event = Allocate | Alias | Free | LibraryCall
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedModule:
-    """A module that Inductor has generated, before its kernels are built; what its subgraphs do is among its events."""
+    """A module that Inductor has generated, before its kernels are built; the events of its subgraphs are included."""
 
     is_backward: bool
     events: tuple[Event, ...]
     inputs: Mapping[str, int]  # bytes of each of its inputs, by name, in their order
-    outputs: tuple[str | None, ...]  # what its outputs are bound to; None for one that is no tensor of the module
+    outputs: tuple[str | None, ...]  # the names of its outputs; None for an output that is no tensor of the module
     output_nodes: tuple[str | None, ...]  # AOTAutograd names the inputs of a backward as the nodes that the forward saves
     counted: bool  # whether every line that may allocate is understood
 
@@ -87,7 +87,7 @@ def watch_generated_modules(seen: Callable[[GeneratedModule], None]) -> Iterator
 
 def _generated(graph: GraphLowering, subgraphs: Mapping[str, GeneratedModule]) -> GeneratedModule:
     kept = set(graph.get_output_names())
-    parts: dict[str, list[Any]] = {}  # the tensors of each tuple that a kernel returns, also those that nothing reads
+    parts: dict[str, list[Any]] = {}  # the tensors of each tuple that a kernel returns, also tensors without a reader
     for buffer in graph.buffers:
         if isinstance(buffer, ir.MultiOutput):
             for source in buffer.inputs:
@@ -112,7 +112,7 @@ class _Calls:
 
     def __init__(self, subgraphs: Mapping[str, GeneratedModule]) -> None:
         self._subgraphs = subgraphs
-        self._scopes: list[str] = []  # what the names inside of each call begin with
+        self._scopes: list[str] = []  # the prefix of the names inside of each call
 
     def events(self, line: str) -> list[Event]:
         """The effect of a line of text. The list of arguments keeps their storages alive until the subgraph frees its inputs."""
@@ -145,7 +145,7 @@ def _inside(module: GeneratedModule, scope: str, result: str) -> list[Event]:
 
 
 def _name_in(argument: ast.expr) -> str:
-    """The name of the buffer that an argument is, or views."""
+    """The name of the buffer that an argument is or views."""
     while isinstance(argument, ast.Call) and argument.args:
         argument = argument.args[0]
     return argument.id if isinstance(argument, ast.Name) else ""
@@ -172,7 +172,7 @@ _WITHOUT_MEMORY = frozenset(
 
 
 def _events(graph: GraphLowering, line: Any, kept: set[str], parts: Mapping[str, Sequence[Any]]) -> list[Event] | None:
-    """The effect of a line on memory; None if that is not known. Outputs of the module are kept, and tuples have parts."""
+    """The effect of a line on memory; None if it is not known. Outputs of the module are kept, and tuples have parts."""
     match line:
         case lines.AllocateLine():
             return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
@@ -210,7 +210,7 @@ def _results(graph: GraphLowering, node: Any, parts: Sequence[Any]) -> list[Allo
 
 
 def _storage_bytes(graph: GraphLowering, node: Any) -> int:
-    """Bytes of the storage that a buffer is allocated with; symbolic sizes count as the largest that they can be."""
+    """Bytes of the storage that a buffer is allocated with; symbolic sizes count at their largest."""
     layout = node.get_output_spec() if isinstance(node, ir.Buffer) else node.get_layout()
     if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
         return 0
@@ -223,7 +223,7 @@ def _storage_bytes(graph: GraphLowering, node: Any) -> int:
 
 
 def buffer_bytes(graph: GraphLowering, node: Any) -> int:
-    """Bytes of the storage of a buffer or of an input of a graph; 0 for what has none."""
+    """Bytes of the storage of a buffer or of an input of a graph; 0 for other objects."""
     buffer = node
     while isinstance(buffer, (ir.TensorBox, ir.StorageBox)):
         buffer = buffer.data
@@ -236,7 +236,7 @@ def _device(node: Any) -> str:
 
 
 def _bound_to(output: Any) -> str | None:
-    """Name of the buffer that an output of a graph is, or views."""
+    """Name of the buffer that an output of a graph is or views."""
     while isinstance(output, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
         output = output.unwrap_view() if isinstance(output, ir.BaseView) else output.data
     return output.get_name() if isinstance(output, (ir.Buffer, ir.Operation)) else None

@@ -1,6 +1,6 @@
-"""Private names of Inductor; imported only where Inductor compiles, since importing it takes a second.
+"""Private names of Inductor; imported only if Inductor compiles, since importing it takes a second.
 
-Some of Inductor's methods do what a plan cannot live with. `under_a_plan` puts the functions of this module in their place.
+Some of Inductor's methods would undo a plan. `under_a_plan` puts the functions of this module in their place.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def prefers_channels_last(gm: GraphModule) -> bool:
 
 
 def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that ``torch.compile(backend="inductor")`` would compile with; options override those of the mode.
+    """The configuration of ``torch.compile(backend="inductor")``; options override the settings of the mode.
 
-    `torch.compile` itself takes one of the two, the class that it hands them to takes both. A RuntimeError says that an option is
-    unknown, or that its value has another type.
+    `torch.compile` itself takes either a mode or options, and the class that it passes them to takes both. A RuntimeError says
+    that an option is unknown, or that its value has another type.
     """
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
 
@@ -55,7 +55,7 @@ def as_if_compiling() -> AbstractContextManager[None]:
 
 
 def trace_functionally(function: Callable[..., None], inputs: Sequence[torch.Tensor]) -> Graph:
-    """The ops of a function that overwrites its inputs, as Inductor decomposes them; they end with a ``copy_`` to each."""
+    """The ops of a function that overwrites its inputs, as Inductor decomposes them; they end with a ``copy_`` to each input."""
     functional = torch.func.functionalize(function, remove="mutations_and_views")
     return make_fx(functional, decomposition_table=select_decomp_table())(*inputs).graph
 
@@ -92,7 +92,7 @@ _recompute_size_and_body = SchedulerNode.recompute_size_and_body
 
 
 def _recompute_and_order(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
-    """Keep a loop that reads a tensor behind the op that adds to it in place, also when the loop is computed again for a fusion.
+    """Keep a loop that reads a tensor after the op that adds to it in place, also if a fusion computes the loop again.
 
     PyTorch 2.11 to 2.13 lose that dependency (https://github.com/pytorch/pytorch/issues/185509). In a ResNet-50 whose first ReLU
     is computed again, the gradient of the pooling before it was read before it was scattered into its zeros: the gradients of the
@@ -110,11 +110,11 @@ _decide_inplace_update = SchedulerNode.decide_inplace_update
 def _write_over_what_dies(node: SchedulerNode) -> None:
     """Let a loop write its result over an operand that nothing reads later, as PyTorch 2.13 does with two exceptions.
 
-    It takes an op that only has to come later for a reader. In a whole step every product with a parameter is waited for by the
-    parameter's update, so that nothing was written over a product: the gradient of the logits took as much again as they did.
+    Inductor counts an op that only has to run later as a reader. In a whole step a parameter's update waits for every product
+    with the parameter, and nothing was written over a product: the gradient of the logits took another tensor of their size.
 
-    And it may choose an operand that exists in registers only, whose memory is then allocated for the result: in the backward of
-    a gated MLP the sigmoid of the gate, beside which the gate itself could have been written over.
+    Inductor may also choose an operand that exists only in registers, and allocates its memory for the result: in the backward of
+    a gated MLP it chose the sigmoid of the gate, although the gate itself could have been written over.
     """
     in_registers = _made_in_registers(node)
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _write_over_what_dies(node: SchedulerNode) -> None:
 
 
 def _made_in_registers(node: SchedulerNode) -> set[str]:
-    """Buffers that are made and read in the loop of a node and nowhere else, if it is one loop of pointwise ops."""
+    """Buffers that only the loop of a node writes and reads, if it is one loop of pointwise ops."""
     fused = node.scheduler.get_fused_node(node).get_nodes()
     if any(each.group != node.group or each.is_reduction() for each in fused):
         return set()
@@ -137,7 +137,7 @@ def _made_in_registers(node: SchedulerNode) -> set[str]:
 
 
 def _only_waits(user: Any, name: str) -> bool:
-    """Whether an op has to come after the one that makes a buffer, and does not read it."""
+    """Whether an op has to run after the op that writes a buffer, and does not read the buffer."""
     reads = getattr(getattr(user.node, "read_writes", None), "reads", ())
     named = [read for read in reads if read.name == name]
     return user.is_weak and bool(named) and all(getattr(read, "is_fake", False) for read in named)
@@ -147,15 +147,15 @@ _codegen_node = CppScheduling.codegen_node
 
 
 def _free_between_loops(scheduling: CppScheduling, node: Any) -> None:
-    """Free what a C++ loop reads last before the next loop allocates its results.
+    """Free the last operands of a C++ loop before the next loop allocates its results.
 
-    Inductor collects loops that follow each other in one function, also those that are not fused: all of their results are
-    allocated before it is called, and all that they read is freed after. In a U-Net the gradient of a normalization
-    is computed beside the operand of the next convolution, which is computed again, and 3 of 58 MiB were over what was planned.
+    Inductor collects loops in a row in one function, even if they are not fused: it allocates all of their results before the
+    function is called, and frees all of their operands after. In a U-Net the gradient of a normalization is computed next to
+    the operand of the next convolution, which is computed again: 3 of 58 MiB exceeded the plan.
     """
     _codegen_node(scheduling, node)
     freed_bytes = sum(_freeable_bytes(name, node.scheduler) for name in node.last_usage)
-    if freed_bytes >= 1 << 18:  # reading so many bytes takes several times as long as the call of another function
+    if freed_bytes >= 1 << 18:  # reading these bytes takes several times as long as a function call
         scheduling._set_flush_status(True)
 
 
@@ -168,8 +168,8 @@ def _freeable_bytes(name: str, scheduler: Any) -> int:
 def _addmm_patterns() -> list[Any]:
     """Inductor's patterns that replace a matrix product and the sum that reads it by one ``addmm`` in the sum's place.
 
-    Where a plan computes the product earlier, what the product reads then lives until the sum: in a BERT the gradient of the
-    logits until that of the embedding, to which the tied weight's gradient is added.
+    If a plan computes the product earlier, the operands of the product then live until the sum. In a BERT the gradient of the
+    logits lives until the gradient of the embedding, to which the tied weight's gradient is added.
     """
     entries = (entry for passes in pass_patterns for found in passes.patterns.values() for entry in found)
     return [entry for entry in entries if getattr(entry, "handler", None) is fuse_addmm]
@@ -199,11 +199,11 @@ _ONE_LANE = """[&](auto x_) {{
 
 
 def _as_in_a_vector(name: str) -> Callable[[Any], str]:
-    """The code of a C++ kernel that computes exp, tanh and the like for one number as for vectors of them.
+    """The C++ code that computes a function, such as exp or tanh, for one number with the bits of its vector version.
 
-    Whether a loop, or its last few numbers, is computed with vectors depends on all ops that are fused in it: one with integers
-    is enough that none is. A vector's exp is not that of the C++ library in the last bit, so that what is computed would depend
-    on what it is fused with, and so on the plan.
+    All ops that are fused in a loop decide whether the loop, or its last few numbers, is computed with vectors: with one op on
+    integers it is not. A vector's exp differs from the C++ library's exp in the last bit. Without this code, bits would depend on
+    fusion, and so on the plan.
     """
     scalar, vector = getattr(CppOverrides, name), getattr(CppVecOverrides, name)
 
@@ -220,9 +220,9 @@ _need_use_acc_helper = CppKernel.need_use_acc_helper
 
 
 def _sum_for_every_size(kernel: CppKernel, *args: Any, **kwargs: Any) -> bool:
-    """Have a C++ kernel add in the way of its largest size where sizes are symbolic, instead of guarding on one way.
+    """Have a C++ kernel with symbolic sizes add in the way of its largest size, instead of guarding on one way.
 
-    Inductor adds more than 4096 numbers in cascades, which are right for fewer as well. Where it guarded on that, code for up to
+    Inductor adds more than 4096 numbers in cascades, which are right for fewer as well. With a guard on that, code for up to
     512 rows of 64 numbers would serve no fewer than 65 rows, and ``mark_dynamic`` with a range beyond that would be an error.
     """
     sizes: Any = V.graph.sizevars
@@ -242,8 +242,8 @@ _make_subgraph = GraphLowering.make_subgraph
 def _donate_to_subgraph(graph: GraphLowering, gm: GraphModule, *args: Any, **kwargs: Any) -> SubgraphLowering:
     """Have a subgraph overwrite the inputs that are donated to it.
 
-    Inductor takes the positions of the inputs that are donated to the backward for those of each subgraph in it, and would
-    overwrite tensors that are read later.
+    Inductor applies the positions of the inputs that are donated to the backward to each subgraph in it, and would overwrite
+    tensors that are read later.
     """
     made = _make_subgraph(graph, gm, *args, **kwargs)
     made.bw_donated_idxs = sorted(gm.meta.get(DONATED, ()))

@@ -1,4 +1,4 @@
-"""Private names by which torch is profiled: a trace of the CPU allocator, and a kernel that only waits."""
+"""Private names for profiling torch: a trace of the CPU allocator, and a kernel that only waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._C._profiler import _ExperimentalConfig
 ResultT = TypeVar("ResultT")
 
 keep_busy = torch.cuda._sleep
-"""Keeps the current stream of the GPU busy for so many cycles of its clock."""
+"""Keeps the current stream of the GPU busy for a number of cycles of its clock."""
 
 
 def profiler_running() -> bool:
@@ -24,9 +24,9 @@ def profiler_running() -> bool:
 
 
 def outside_of_profilers(run: Callable[[], ResultT]) -> ResultT:
-    """The result of a function that is called where no profiler is active: in another thread if there is one in this thread.
+    """The result of a function that is called without an active profiler: in another thread if there is one in this thread.
 
-    A profiler of the user sees nothing of it, and does not change what `memory_trace` measures.
+    A profiler of the user does not see the call, and does not change the measurements of `memory_trace`.
     """
     if not profiler_running():
         return run()
@@ -54,8 +54,8 @@ class MemoryTrace:
 def memory_trace() -> Iterator[MemoryTrace]:
     """Record the events of the CPU allocator; the trace is filled when the context closes.
 
-    This is the older of torch's two profilers: it starts within a millisecond and is silent, where Kineto takes longer and
-    writes to the terminal.
+    This is the older of torch's two profilers: it starts within a millisecond and is silent. Kineto takes longer and writes to
+    the terminal.
     """
     state, nothing = torch.autograd.ProfilerState.CPU, _ExperimentalConfig()
     trace = MemoryTrace()

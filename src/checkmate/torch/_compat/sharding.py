@@ -20,12 +20,12 @@ from checkmate.torch._compat.dispatch import OpOverload, no_modes
 _log = logging.getLogger("checkmate.torch")
 
 LibraryPlacement: TypeAlias = int | Literal["whole", "sum"] | None
-"""The dimension that is sharded, ``"whole"`` (replicated), ``"sum"`` (partial sums), or None for what is no tensor."""
+"""The dimension that is sharded, ``"whole"`` (replicated), ``"sum"`` (partial sums), or None for other objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides, type and device of a tensor: all that a rule may depend on."""
+    """Shape, strides, type and device of a tensor, on which alone a rule may depend."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +45,7 @@ class Layout:
 def library_rules(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int
 ) -> list[tuple[LibraryPlacement, ...]]:
-    """Placements under which DTensor shards an op along one dimension of a mesh: of the outputs, and then of each `Layout`.
+    """Placements of the outputs, and then of each `Layout`, under which DTensor shards an op along one dimension of a mesh.
 
     The layouts stand for the tensors among the arguments, in the order of `torch.utils._pytree`. Ways to shard with a placement
     that has no name here, such as a running maximum, are left out.
@@ -69,7 +69,7 @@ def _named(placements: Sequence[Any]) -> tuple[LibraryPlacement, ...] | None:
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
     def name(placement: Any) -> Any:
-        # Subclasses mean something else: a strided shard, a partial sum that holds only some rows of an embedding.
+        # Subclasses have another meaning: a strided shard, a partial sum with only some rows of an embedding.
         if type(placement) is Shard:
             return placement.dim
         if type(placement) is Replicate:
@@ -92,8 +92,8 @@ def _library() -> _Library | None:
     if not torch.distributed.is_available():
         return None
     try:
-        # While Dynamo compiles, the mesh would be a fake tensor, and every rule would fail; or a meta tensor, where the caller
-        # has that default device.
+        # While Dynamo compiles, the mesh would be a fake tensor, and every rule would fail. It would be a meta tensor if the
+        # caller has that default device.
         with no_modes(), torch.device("cpu"):
             return _Library()
     except Exception as error:  # noqa: BLE001 - private names of torch: any of them can move
@@ -102,7 +102,7 @@ def _library() -> _Library | None:
 
 
 class _Library:
-    """DTensor's registries of rules, and what their functions take."""
+    """DTensor's registries of rules, and the arguments of their functions."""
 
     def __init__(self) -> None:
         from torch.distributed.tensor import DeviceMesh, DTensor, _dtensor_spec, _op_schema, placement_types
@@ -111,9 +111,9 @@ class _Library:
         propagator = DTensor._op_dispatcher.sharding_propagator
         self._direct: dict[OpOverload, Callable[..., Any]] = propagator.op_single_dim_strategy_funcs
         self._strategies: dict[OpOverload, Callable[..., Any]] = propagator.op_strategy_funcs
-        # Rules depend on the mesh only where a dimension is shorter, or does not divide: it has the fewest devices.
+        # Rules depend on the mesh only if a dimension is shorter, or does not divide: this mesh has the fewest devices.
         self._mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
-        if hasattr(self._mesh, "_rank_map"):  # eight bytes that would stay, and that a budget to the byte has no room for
+        if hasattr(self._mesh, "_rank_map"):  # eight bytes that would stay, for which a budget to the byte has no room
             self._mesh._rank_map = self._mesh._rank_map.to("meta")
         self._placements: Any = placement_types
         self._placeholder: Any = _ShardingPlaceholder
@@ -140,14 +140,14 @@ class _Library:
         return self._any_placement(value) if isinstance(value, Layout) else value
 
     def _any_placement(self, tensor: Layout) -> Any:
-        # A function walks over the placements that the input can have, and some walk over those of two inputs side by side.
+        # A function walks over the possible placements of the input, and some walk over those of two inputs in parallel.
         known, meta = self._placements, self._tensor_meta(tensor)
         offered = [known.Replicate(), *(known.Shard(d) for d, n in enumerate(tensor.shape) if n > 1), known.Partial()]
         specs = [self._specs.DTensorSpec(self._mesh, (placement,), tensor_meta=meta) for placement in offered]
         return self._schemas.OpStrategy([self._schemas.OpSpec(output_specs=spec, input_specs=()) for spec in specs])
 
     def _placements_of(self, choice: Any, tensors: int, outputs: int) -> Sequence[Any]:
-        # One for all where all are placed alike.
+        # A single spec stands for all outputs that are placed alike.
         returned = choice.output_specs if isinstance(choice.output_specs, (tuple, list)) else (choice.output_specs,) * outputs
         read = (returned[0],) * tensors if choice.input_specs is None else choice.input_specs
         return [None if spec is None else spec.placements[0] for spec in (*returned, *read)]

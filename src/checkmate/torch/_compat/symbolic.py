@@ -1,4 +1,4 @@
-"""Private names of torch's symbolic shapes: ranges of symbols, and why a dimension is dynamic."""
+"""Private names of torch's symbolic shapes: ranges of symbols, and reasons why a dimension is dynamic."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def value_at_upper_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool)
 def upper_bound(number: torch.SymInt) -> int | None:
     """Largest value of a symbolic size over the ranges of its symbols; None if a symbol has no upper bound.
 
-    Interval arithmetic decides where its bound is attained with every symbol at its upper bound. Elsewhere, as in
+    Interval arithmetic gives a bound, which is exact if it is attained with every symbol at its upper bound. Otherwise, as in
     ``1024 - n``, the expression is sampled along the range of each symbol.
     """
     return largest_value(number.node.expr, number.node.shape_env)
 
 
 def largest_value(expression: Any, env: Any) -> int | None:
-    """Largest value of an expression of sympy over the ranges of its symbols; None if one of them has no upper bound."""
+    """Largest value of a sympy expression over the ranges of its symbols; None if a symbol has no upper bound."""
     ranges = {s: env.var_to_range[s] for s in expression.free_symbols}
     if any(r.upper is int_oo for r in ranges.values()):
         return None
@@ -83,7 +83,7 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
         return int(most)
     found = [int(most)]
     for symbol, lower, upper in ranges:
-        # More sizes cost milliseconds for each expression. Those in models are piecewise linear with few pieces: ``s // 2``.
+        # More sizes cost milliseconds per expression. Expressions in models are piecewise linear with few pieces: ``s // 2``.
         for size in sorted({lower + (upper - lower) * i // 32 for i in range(32)}):
             with suppress(ZeroDivisionError):  # no tensor has such a size
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
@@ -92,7 +92,7 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
 
 
 def at_upper_bounds(condition: Any, env: Any) -> bool | None:
-    """Whether a condition of sympy holds where every symbol is at its upper bound; None if a symbol has none."""
+    """Whether a sympy condition holds with every symbol at its upper bound; None if a symbol has none."""
     upper = {s: env.var_to_range[s].upper for s in condition.free_symbols if s in env.var_to_range}
     if len(upper) < len(condition.free_symbols) or int_oo in upper.values():
         return None
@@ -100,7 +100,7 @@ def at_upper_bounds(condition: Any, env: Any) -> bool | None:
 
 
 def guards_against_upper_bounds(env: Any) -> list[str]:
-    """Guards of a ``ShapeEnv`` that do not hold where every symbol that has an upper bound is at it, as text."""
+    """Guards of a ``ShapeEnv``, as text, that do not hold with every symbol at its upper bound, if it has one."""
     upper = {s: r.upper for s, r in env.var_to_range.items() if r.upper is not int_oo}
     return [str(g.expr) for g in env.guards if g.expr.xreplace(upper) == sympy.false]
 

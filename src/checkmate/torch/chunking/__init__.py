@@ -1,1 +1,1 @@
-"""Chunking: ops on a large array run piece by piece, so that the array never exists whole."""
+"""Chunking: ops on a large array run piece by piece, and the array never exists whole."""

@@ -1,19 +1,19 @@
-"""Whether a stage in pieces gives the bits of its whole ops, found out by running both on this device.
+"""Whether a stage in pieces gives the same bits as its whole ops, found out by running both on this device.
 
-A kernel may take another path for a slice, such as one for products of few rows. Which path it takes depends on sizes and
-strides and never on data, so that a comparison on random data at the real sizes decides: of each op by itself, because a later
-op such as a clamp can hide a difference, and piece by piece, because memory is short where ops run so. Elementwise ops are looked
-at besides, below. None of that holds for sums over pieces, whose additions have another order: there equality is luck,
-and no stage with one is tested.
+A kernel may take another path for a slice, for example one for products of few rows. The path depends on sizes and strides and
+never on data. Therefore a comparison on random data at the real sizes decides. It runs op by op, because a later clamp, for
+example, can hide a difference, and piece by piece, because memory is short if ops run in pieces. Elementwise ops are also tested
+in another way, below. Sums over pieces are different: their additions have another order. Equal bits are luck there, and no
+stage with a sum is tested.
 
-Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one: by another
-function where the op is transcendental. Which elements are the rest depends on sizes and strides. The two functions differ in
-the last bit, and for few numbers (``sigmoid``: one in thousands), so that equal results on random data prove nothing. A
-*witness* is a number for which they differ: an op whose operands all have that value shows by which function each element was
-computed.
+Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one. If the op is
+transcendental, the rest is computed by another function. Which elements are the rest depends on sizes and strides. The two
+functions differ in the last bit, and for few numbers (``sigmoid``: one in thousands): equal results on random data prove nothing.
+A *witness* is a number for which they differ: if all operands of an op have that value, the result shows which function computed
+each element.
 
-Verdicts are kept in a SQLite file of the user's cache folder. They hold where the same kernels run: what chooses them
-(`kernel_settings`) is in their key, and the program itself by a hash of its content.
+Verdicts are kept in a SQLite file of the user's cache folder. They hold if the same kernels run: the key of a verdict has the
+settings that choose the kernels (`kernel_settings`), and a hash of the program's content.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from checkmate.torch.measure.resident import beyond_bytes
 _log = logging.getLogger("checkmate.torch")
 
 _FILLED_AT_ONCE = 1 << 14
-"""So many numbers, which take three temporaries."""
+"""How many numbers are filled at once; they take three temporaries."""
 
 Fill: TypeAlias = Callable[[torch.Tensor], None]
 """Fills a tensor with numbers."""
@@ -64,7 +64,7 @@ _VERDICTS = Database(
 
 
 def keeps_bits(op: ChunkOp) -> bool:
-    """Whether a stage in pieces returns what its whole ops return, byte for byte."""
+    """Whether a stage in pieces returns the same bytes as its whole ops."""
     program = op.program
     if any(program.sums):
         return False
@@ -86,7 +86,7 @@ _KNOWN: dict[str, bool] = {}
 
 
 def verdict_key(program: str, device: torch.device) -> str:
-    """All on which a verdict on the program of a key depends, as a text."""
+    """All that a verdict on the program of a key depends on, as a text."""
     return f"2 {program} {kernel_settings(device)}"  # raise the number when a comparison becomes stricter
 
 
@@ -126,11 +126,11 @@ def compared(stage: Stage) -> bool | None:
     except torch.OutOfMemoryError:
         return None
     except (RuntimeError, IndexError, NotChunkable):
-        return False  # random numbers are no input for every op: an index may be computed from them
+        return False  # not every op takes random numbers: an index may be computed from them
 
 
 def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
-    """The results of an op that are cut, views aside, with how they are."""
+    """The results of an op that are cut, without views, and their placements."""
     if makes_views(op):
         return {}
     found = zip(outputs(op), stage.region.rules[op].outputs, strict=True)
@@ -138,7 +138,7 @@ def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
 
 
 def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
-    """Each op that makes something that is cut, as a separate stage."""
+    """Each op with a result that is cut, as a separate stage."""
     found = {}
     for op in stage.all_ops:
         made = _cut(op, stage)
@@ -151,7 +151,7 @@ def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
 
 
 def needed_bytes(stage: Stage) -> int:
-    """Bytes of the whole tensors that exist at once, of one piece of an op's results, and of its workspace or that of a piece.
+    """Bytes of the whole tensors that exist at once, of one piece of an op's results, and of workspace, whole or of a piece.
 
     Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
     """
@@ -179,22 +179,22 @@ def _first_piece(value: fx.Node, placement: Placement, stage: Stage) -> torch.Te
 
 
 def _piece_bytes(piece: torch.Tensor) -> int:
-    """Bytes of a piece as it is returned, with the strides of a slice; and as it is made, or as two such are compared: dense."""
+    """Bytes of a piece: as returned, with the strides of a slice; and dense, as the op makes it or as two are compared."""
     numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
     return piece.element_size() * numbers + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
 
 
 def _dense_bytes(piece: torch.Tensor) -> int:
-    """Bytes of a dense copy of a piece; 0 where it is dense."""
+    """Bytes of a dense copy of a piece; 0 if the piece is dense."""
     return 0 if piece.is_contiguous() else piece.element_size() * piece.numel()
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
     """How the operands are filled for each comparison: the numbers, and the value of all integers if they are not random.
 
-    Few numbers differ by luck only sometimes, so that 16,384 are compared in all, in at most 32 comparisons. Sums of half
-    precision are made in float32 and mostly rounded to the same number: there a million are compared, and a third data set has
-    sums whose terms cancel, of which the rounding of float32 is left.
+    A few numbers often agree by luck: 16,384 are compared in all, in at most 32 comparisons. Sums of half precision are made in
+    float32 and mostly rounded to the same number. A million of them are compared, and a third data set has sums whose terms
+    cancel and leave the rounding of float32.
     """
     made = [value for op in stage.all_ops for value in _cut(op, stage)]
     halves = [value for value in made if tensor(value).dtype in (torch.bfloat16, torch.float16)]
@@ -203,7 +203,7 @@ def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
     rounds = max(1, min(most, least // max(1, compared_at_once)))
     fills = [_normal, _mixed, _cancelling] if halves else [_normal, _mixed]
     integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
-    # A random mask of fewer than 64 elements may have one value by luck, which hides all.
+    # A random mask of fewer than 64 elements may have a single value by luck, which hides all differences.
     constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=64) < 64 else []
     return [(fill, None) for fill in fills] * rounds + constant
 
@@ -224,7 +224,7 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
 
 
 def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant: int | None) -> bool:
-    """Whether each op gives the same in pieces as whole: the ops after it are then given the same."""
+    """Whether each op gives the same in pieces as whole; the ops after it then read the same values."""
     given = {value for value, _ in stage.operands}
     last = {value: op for op in stage.all_ops for value in inputs(op)}
     made = dict[fx.Node, torch.Tensor]()
@@ -232,7 +232,7 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
         for value in inputs(op):
             if value in given and value not in made:
                 made[value] = _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant)
-        # An operand that is not given is used for its shape alone.
+        # Only the shape counts of an operand that is not given.
         args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
         result = op.target(*args, **kwargs)  # type: ignore[operator]
         made.update({v: result if v is op else result[i] for i, v in enumerate(outputs(op)) if v is not None})
@@ -245,7 +245,7 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
 
 
 def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
-    """Whether the pieces of an op are those of its whole results; also if operands from ops of the same piece are dense."""
+    """Whether the pieces of an op equal slices of its whole results; also if operands from ops of the same piece are dense."""
     made_here = [value not in given for value, _ in op.stage.operands]
     operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
     if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):
@@ -262,12 +262,12 @@ def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]
             body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
             if not all(map(same_bytes, parts, targets)):
                 return False
-            del read, targets  # before the next are made
+            del read, targets  # before the next pieces are made
     return True
 
 
 def _strides(value: torch.Tensor) -> list[int]:
-    """Strides that say where an element is: ops that read a result of other strides sum in another order."""
+    """Strides of the dimensions that order the elements: ops that read a result of other strides sum in another order."""
     return [stride for stride, n in zip(value.stride(), value.shape, strict=True) if n > 1]
 
 
@@ -283,9 +283,9 @@ def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> 
 
 
 def _integers(value: fx.Node, stage: Stage) -> int:
-    """How many integers can be given for an operand: 0 is a valid index of anything, and 1 where no dimension has one element.
+    """How many integers an operand can have: 0 is always a valid index, and 1 is valid if no dimension has just one element.
 
-    With one index for all, every number of a row is the same, and sums of them are the same in any order.
+    With a single index, every number of a row is the same, and sums of them are the same in any order.
     """
     todo, seen = [value], {value}
     while todo:
@@ -305,18 +305,18 @@ def _normal(made: torch.Tensor) -> None:
 
 
 def _mixed(made: torch.Tensor) -> None:
-    """Numbers of twelve powers of ten, where a sum in another order shows at once, and zeros."""
+    """Numbers of twelve powers of ten, which show a sum in another order at once, and zeros."""
     for stored in _flat_storage(made).split(_FILLED_AT_ONCE):
         exponents = torch.randint_like(stored, -6, 6)
-        # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
+        # Some zeros of both signs: a kernel that adds to zero returns another zero than a kernel that does not.
         stored.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(stored, 0, 4).clamp_(max=1))
 
 
 def _cancelling(made: torch.Tensor) -> None:
     """The second half of a random dimension is the first one again, or its negative.
 
-    In a product both terms of a pair are there with opposite signs where the operands have unequal signs and are mirrored along
-    the dimension that is summed over, as happens in one of eight rounds for two matrices.
+    A product has both terms of a pair with opposite signs if the signs of the operands are unequal and both operands are mirrored
+    along the dimension that is summed over. For two matrices this happens in one of eight rounds.
     """
     _normal(made)
     # Elements of an expanded tensor share memory, and PyTorch refuses to write to them.
@@ -329,10 +329,10 @@ def _cancelling(made: torch.Tensor) -> None:
 
 
 def _same_path(op: OpOverload, whole: Sequence[Any], piece: Sequence[Any], places: Sequence[Slices]) -> bool:
-    """Whether an op computes each element of some pieces by the function that it uses when whole; True if it is not elementwise.
+    """Whether an op computes each element of some pieces by the same function as in the whole; True if it is not elementwise.
 
-    ``whole`` and ``piece`` are its (arguments, keyword arguments) with traced tensors, ``places`` where the pieces with such
-    arguments are in the result.
+    ``whole`` and ``piece`` are its (arguments, keyword arguments) with traced tensors. ``places`` has the slices of the result
+    that pieces with these arguments compute.
     """
     if torch.Tag.pointwise not in op.tags:
         return True
@@ -370,12 +370,12 @@ def witness(op: OpOverload, given: tuple[Any, ...], structure: pytree.TreeSpec) 
 
 
 def _numbers(dtype: torch.dtype, scale: float) -> torch.Tensor:
-    made = torch.randn(4096, dtype=torch.float64) * scale  # not more: they take memory besides a step
+    made = torch.randn(4096, dtype=torch.float64) * scale  # not more: they take memory in addition to a step
     return made.to(dtype) if dtype.is_floating_point else (made > 0).to(dtype)
 
 
 def _called(op: OpOverload, arguments: Sequence[Any], numbers: Sequence[Any]) -> torch.Tensor:
-    """The op on tensors of which each has one value."""
+    """The op on tensors that are each filled with one value."""
     values = iter(numbers)
 
     def filled(traced: torch.Tensor) -> torch.Tensor:

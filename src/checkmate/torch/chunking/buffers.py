@@ -2,9 +2,9 @@
 
 The C library returns every large allocation to the system when it is freed, and gets it back page by page: in the head of a
 language model with 128,256 words that took a fifth of the time (4,096 tokens in 32 pieces, on a CPU). The largest tensors of a
-piece are therefore written into buffers that live as long as the program runs. There are no more of them than tensors that exist
-at once: an op writes over its first operand where that is not read again and the kernel computes number by number, or row by row.
-CUDA's allocator keeps what is freed, and needs no buffers.
+piece are therefore written into buffers that live as long as the program runs. There are at most as many buffers as tensors
+that exist at once: an op writes over its first operand if no later op reads that and the kernel computes number by number, or
+row by row. CUDA's allocator keeps freed memory, and needs no buffers.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ _RESHAPES: Final = frozenset({aten.view.default, aten._unsafe_view.default, aten
 
 
 def _may_overwrite(node: fx.Node, slot: _Slot) -> bool:
-    """Whether an op may write over a buffer: that of its first operand, number by number in the same places, and of no other.
+    """Whether an op may write over a buffer: the buffer of its first operand alone, number by number in the same places.
 
-    Strides have to be the same even where a dimension has one element, or torch takes the two for overlapping. Those of a buffer
-    are not those that were traced, so that the operand has to be what was written or a plain reshape of it.
+    Strides have to be the same even if a dimension has one element, or torch takes the two for overlapping. The strides of a
+    buffer differ from the traced strides: the operand must be the tensor that was written, or a plain reshape of it.
     """
     if node.target not in _BY_ROWS and not is_pointwise(node):
         return False
@@ -119,7 +119,7 @@ def write_to(node: fx.Node, target: fx.Node, shape: tuple[int, ...] | None = Non
 def out_variant(op: object) -> tuple[OpOverload, str] | None:
     """The overload of an op that writes to a given tensor, and the name of that argument; None if there is none.
 
-    Those that torch generates are left out: they compute a new tensor and copy it.
+    Overloads that torch generates are left out: they compute a new tensor and copy it.
     """
     op = _WITH_NUMBER.get(op, op)
     if not isinstance(op, OpOverload) or op.namespace != "aten" or len(op._schema.returns) != 1:
@@ -143,7 +143,7 @@ _WITH_NUMBER: Final[dict[object, OpOverload]] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }
-"""Ops of a tensor and a number by those of tensors, as which torch computes them, and which take a number too."""
+"""Ops of a tensor and a number, by the ops of two tensors by which torch computes them; the latter take a number too."""
 
 
 def _writes_elsewhere(node: fx.Node) -> bool:
@@ -155,7 +155,7 @@ def _writes_elsewhere(node: fx.Node) -> bool:
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
-    """Storage to the position of the last node that makes it, views it or reads it."""
+    """Storage to the position of the last node that computes it, views it or reads it."""
     return {
         storage_key(t): position
         for position, node in enumerate(nodes)

@@ -1,10 +1,10 @@
-"""Choose which groups of regions run piece by piece, so that the plan within the budget is the fastest found.
+"""Chooses the groups of regions that run piece by piece, so as to find the fastest plan within the budget.
 
-Each set of groups is another graph. First groups are added until the floor is within the budget, each time the one that lowers it
-most; then one after the other if that makes the plan faster; then those are left out again without which it is no slower.
+Each set of groups is another graph. First, groups are added until the floor is within the budget, each time the group that lowers
+it most. Then each further group is added if the plan gets faster. At last, each group is removed if the plan gets no slower.
 
-The bound of the answer is the least of the bounds of all graphs for which a plan was found: it says how far the plan can be from
-the best one with any of these sets, and nothing about other sets.
+The bound of the answer is the least of the bounds of all graphs for which a plan was found. It says how far the plan can be from
+the best plan with any of these sets, and nothing about other sets.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ CapturedT = TypeVar("CapturedT", bound=HasGraph)
 class Chunks:
     """Which ops may run piece by piece."""
 
-    exact: bool  # results have to be those of the whole ops to the bit
+    exact: bool  # results must have the bits of the whole ops
     allows: Allows = lambda op: True
-    recomputes_nothing: bool = False  # only regions that compute nothing twice
+    recomputes_nothing: bool = False  # allows only regions that compute nothing twice
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChunkableStep(Generic[CapturedT]):
     """A step whose joint modules can be changed before it is planned."""
 
-    whole: CapturedT  # as it was captured, in which nothing runs piece by piece
+    whole: CapturedT  # as captured: nothing runs piece by piece
     joints: tuple[fx.GraphModule, ...]
     captured: Callable[[Sequence[fx.GraphModule]], CapturedT]  # captures the step with other joint modules
 
@@ -92,9 +92,9 @@ def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 class ChunkChoices(Generic[CapturedT]):
-    """A step by what runs piece by piece in it: each set of groups gives another graph to plan.
+    """Variants of a step: each set of groups that run piece by piece gives another graph to plan.
 
-    From ``until`` on, a value of ``time.perf_counter()``, a new set raises `TimeoutError`.
+    After ``until``, a value of ``time.perf_counter()``, a new set raises `TimeoutError`.
     """
 
     def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks, until: float | None = None) -> None:
@@ -103,7 +103,7 @@ class ChunkChoices(Generic[CapturedT]):
 
     @cached_property
     def groups(self) -> list[RegionGroup]:
-        """The groups to choose from: the four that save most, and other ways to run the same regions."""
+        """The groups to choose from: the four that save most bytes, and other ways to run the same regions."""
         began = time.perf_counter()
         found: list[RegionGroup] = []
         for joint in self._joints:
@@ -141,7 +141,7 @@ class ChunkChoices(Generic[CapturedT]):
         return self._known[key]
 
     def below(self, budget_bytes: int) -> tuple[RegionGroup, ...]:
-        """Groups with which the floor is within a budget, or as low as it gets, by adding the one that lowers it most."""
+        """Groups with which the floor is within a budget, or as low as possible, by adding the group that lowers it most."""
         chosen: list[RegionGroup] = []
         lowest = self._bytes(chosen, _floor_bytes)
         while lowest > budget_bytes:
@@ -154,10 +154,10 @@ class ChunkChoices(Generic[CapturedT]):
         return tuple(chosen)
 
     def smallest(self, search_s: float = _SMALLEST_S) -> tuple[RegionGroup, ...]:
-        """Groups with which the smallest peak is low: those that lower the floor, and perhaps those that lower the peak further.
+        """Groups with which the smallest peak is low: those that lower the floor, and perhaps others that lower the peak further.
 
-        Quick searches choose the latter, which can be wrong by more than they save. So a search of ``search_s`` seconds each
-        decides whether they are added.
+        Quick searches choose the latter groups, and can be wrong by more than these save. Therefore a search of ``search_s``
+        seconds each decides whether they are added.
         """
         below = self.below(0)
         chosen = list(below)
@@ -181,7 +181,7 @@ class ChunkChoices(Generic[CapturedT]):
         return [_floor_bytes(captured.graph) for captured in self._known.values()]
 
     def _addable(self, chosen: Sequence[RegionGroup]) -> list[RegionGroup]:
-        """Groups with which memory gets smallest that share no op with those that are chosen."""
+        """Groups in their most pieces, without those that share an op with the chosen groups."""
         return [group for group in self.groups if group.most_pieces and not any(group.excludes(other) for other in chosen)]
 
     def _bytes(self, groups: Sequence[RegionGroup], of: Callable[[Graph], int]) -> int:
@@ -209,7 +209,7 @@ class _Trial(Generic[CapturedT]):
     smallest_bytes: int
 
     def is_better_than(self, other: _Trial[CapturedT]) -> bool:
-        """Whether its plan is faster, or its smallest peak is lower where neither has a plan."""
+        """Whether its plan is faster, or its smallest peak is lower if neither has a plan."""
         if self.result is None:
             return other.result is None and self.smallest_bytes < (1 - _LEAST_GAIN) * other.smallest_bytes
         return other.result is None or self.result.cost < (1 - _LEAST_GAIN) * other.result.cost
@@ -222,9 +222,9 @@ def choose_chunks(
     time_limit_s: float | None,
     solve: Callable[[CapturedT, float | None], Result],
 ) -> tuple[CapturedT, Result] | None:
-    """The fastest plan found within a budget over sets of regions that run piece by piece, with the step that it is for.
+    """The fastest plan found within a budget over sets of regions that run piece by piece, with the step that it plans.
 
-    Its overhead is that against computing every op of the given step once. None where keeping everything keeps the budget.
+    Its overhead refers to computing every op of the given step once. None if keeping everything keeps the budget.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs was found that keeps the budget; its floor holds for all of them.
@@ -239,7 +239,7 @@ def choose_chunks(
             captured = choices.captured(groups)
         except NotChunkable:
             return _Trial(step.whole, groups, None, sys.maxsize)
-        # A quarter of the time for whether there is a plan: a refusal would search for the smallest peak for much longer.
+        # A quarter of the time goes to whether there is a plan: a refusal would search for the smallest peak for much longer.
         smallest = near_smallest(captured.graph, min(_SMALLEST_S, _share(0.25, time_s) or _SMALLEST_S), budget_bytes).peak_bytes
         try:
             result = solve(captured, _share(0.75, time_s)) if smallest <= budget_bytes else None
@@ -249,7 +249,7 @@ def choose_chunks(
 
     whole: Result | None = None
     if chunks.exact:
-        # The bits of exact pieces are tested, which takes seconds: not where a plan of whole ops is cheap.
+        # The test of the bits of exact pieces takes seconds, which is not worth it if a plan of whole ops is cheap.
         whole = planned((), _share(0.1, time_limit_s)).result
         time_limit_s = _share(0.9, time_limit_s)
         if whole is not None and whole.overhead <= 1.1:
@@ -262,7 +262,7 @@ def choose_chunks(
     tried = _trials(choices, budget_bytes, lambda of: planned(of, trial_s))
     best = tried[0]
     if best.result is None:
-        # Its refusal names a budget, for which this set is chosen again if no other has a plan.
+        # Its refusal names a budget. For that budget this set is chosen again if no other set has a plan.
         best = planned(choices.smallest(_share(0.2, time_limit_s) or _SMALLEST_S), trial_s)
         tried.append(best)
     try:
@@ -280,7 +280,7 @@ def _trials(
     best = planned(choices.below(budget_bytes))
     tried = [best]
     for group in choices.groups:
-        # Fewer pieces of a region take more memory: they are for one that runs in pieces anyway.
+        # Fewer pieces of a region take more memory: they are tried for a region that runs in pieces anyway.
         if group not in best.groups and (group.most_pieces or any(map(group.is_fewer_pieces_of, best.groups))):
             tried.append(planned((*(other for other in best.groups if not other.excludes(group)), group)))
             best = tried[-1] if tried[-1].is_better_than(best) else best
@@ -291,15 +291,15 @@ def _trials(
 
 
 def _share(share: float, time_s: float | None) -> float | None:
-    """Part of a time, where there is a limit to it."""
+    """Part of a time, if the time is limited."""
     return None if time_s is None else share * time_s
 
 
 def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> ChunkedStep[CapturedT]:
-    """A step with those groups of regions piece by piece that make its smallest peak lower.
+    """A step with the groups of regions piece by piece that lower its smallest peak.
 
-    Exact pieces, whose bits have to be tested, are for a step of which no plan within the budget is found quickly, if a budget is
-    known.
+    The bits of exact pieces have to be tested. Exact pieces are tried only if a budget is known, and no plan within the budget is
+    found quickly.
     """
     if chunks.exact and (
         budget_bytes is None or near_smallest(step.whole.graph, _SMALLEST_S, budget_bytes).peak_bytes <= budget_bytes
@@ -312,7 +312,7 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
 
 
 def with_pieces(result: Result, whole: Graph, groups: Sequence[RegionGroup]) -> Result:
-    """The figures of a plan with its overhead against the step in which nothing runs piece by piece."""
+    """A plan's result with its overhead against the step in which nothing runs piece by piece."""
     remarks = [f"in pieces: {group.description}" for group in groups]
     return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks))
 
@@ -320,13 +320,13 @@ def with_pieces(result: Result, whole: Graph, groups: Sequence[RegionGroup]) -> 
 def with_offer(
     error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks, *, part: bool = False
 ) -> InfeasibleBudgetError:
-    """A refusal that says what it would help if ops ran piece by piece: in bytes, where that is known within three seconds.
+    """A refusal that says how much running ops piece by piece would help: in bytes, if that is known within three seconds.
 
-    ``part`` is for a step of which only a part is known yet.
+    ``part`` is for a step that is only partly known yet.
     """
     within_s = 3.0
     try:
-        if 3 * step.whole.graph.cost > within_s * 1e9:  # to measure the ops that run its regions would take as long
+        if 3 * step.whole.graph.cost > within_s * 1e9:  # to measure the ops that run its regions would take about as long
             raise TimeoutError
         choices = ChunkChoices(step, chunks, time.perf_counter() + within_s)
         peak = _quick_bytes(choices.captured(choices.smallest()).graph)

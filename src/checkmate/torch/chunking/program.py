@@ -1,9 +1,9 @@
 """``checkmate::chunked``: an op that runs other ops piece by piece.
 
-A stage of a region is one node of a joint graph, so that planners choose when and how often it runs without seeing its pieces:
-with a copy of every op for each piece, graphs of transformers doubled and searches found worse plans in the same time. What
-happens inside is a `ChunkedProgram`, which the node names by a hash of its content. Layers with the same program share it, and
-with it the measured costs.
+A stage of a region is one node of a joint graph: planners choose when and how often it runs without seeing its pieces. With a
+copy of every op for each piece, graphs of transformers doubled, and searches found worse plans in the same time. A
+`ChunkedProgram` has the ops of the pieces, and the node names it by a hash of its content. Layers with the same program share the
+program and its measured costs.
 
 Results that are cut are assembled in one buffer each. A sum begins with the term of the first piece, and later terms are added
 to it in place; a matrix product adds its own term (``addmm_``), without a temporary.
@@ -55,15 +55,15 @@ _ADDING = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_
 """Ops that add a product to a tensor in place, by the op that makes the product alone."""
 
 _COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-"""Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those
-that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
+"""Views of tensors that are contiguous when whole: a slice need not be. The kernel decides its strides, which can differ from the
+strides that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0): tracing a piece does not tell."""
 
 _SUMMED_AS = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
 """Types in which sums are too coarse to add to many times: an op that sums in one kernel rounds once."""
 
 
 class NotChunkable(CheckmateError):
-    """A stage cannot run piece by piece after all: an op does not take slices, such as a view of what is not contiguous."""
+    """A stage cannot run piece by piece after all: an op does not take slices, for example a view of a non-contiguous tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Piece:
 class Body:
     """The code of one piece.
 
-    It is a function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
+    It is a function of the operands' slices, of the tensors to write each result to (its slice, or the sum so far), and of the
     buffers for temporary tensors. For the first piece there are no sums yet: it returns them.
     """
 
@@ -92,7 +92,7 @@ class Body:
 class ChunkedProgram:
     """The pieces of one ``checkmate::chunked`` op in the order in which they run, and the ops that run for each."""
 
-    key: str  # hash of all below
+    key: str  # hash of all other fields
     results: tuple[Layout, ...]
     sums: tuple[bool, ...]  # which results are sums over the pieces
     pieces: tuple[Piece, ...]
@@ -100,7 +100,7 @@ class ChunkedProgram:
 
     @property
     def runs(self) -> Pieces:
-        """The graphs that it runs, to measure it or to estimate it."""
+        """The graphs that it runs, for measurement or estimation."""
         bodies = [self.bodies[piece.body] for piece in self.pieces]
         buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
         return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self.by_piece)
@@ -130,7 +130,7 @@ class ChunkedProgram:
 
 
 _PROGRAMS: dict[str, ChunkedProgram] = {}
-"""Programs by key. They have no data, and a program that is compiled again has the key that it had."""
+"""Programs by key. They have no data, and a program that is compiled again has the same key."""
 
 
 def program_of(node: fx.Node) -> ChunkedProgram:
@@ -177,15 +177,15 @@ def program_for(stage: Stage) -> ChunkedProgram:
 
 
 _BY_CONTENT: dict[str, ChunkedProgram] = {}
-"""Programs by the content of their stages. Layers repeat, and tracing their pieces takes much longer than this."""
+"""Programs by the content of their stages. Layers repeat, and a look-up is much faster than tracing their pieces."""
 
 
 def _content(stage: Stage) -> str:
-    """All on which the program of a stage depends, without the names of nodes."""
+    """All that the program of a stage depends on, without the names of nodes."""
     numbers: dict[fx.Node, str] = {}
 
     def named(read: fx.Node) -> str:
-        """A value of the stage by its number, and one of which only the shape counts by its layout."""
+        """A value of the stage by its number; a value of which only the shape counts, by its layout."""
         return numbers[read] if read in numbers else str(_layouts(read.meta.get("val")) or read.name)
 
     lines = [f"{stage.region.count} {stage.unit_tangent is not None}"]
@@ -202,7 +202,7 @@ def _content(stage: Stage) -> str:
 def _assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
     """The program of a stage from its pieces."""
     views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
-    if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
+    if views:  # a copy would be counted as its base, and elements of an expanded tensor are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     sums = tuple(placement == SUM for placement in stage.results.values())
     layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
@@ -241,7 +241,7 @@ def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
 
 
 def _text(graph: fx.Graph) -> str:
-    """All on which the result of a graph depends, without the names of its nodes."""
+    """All that the result of a graph depends on, without the names of its nodes."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -305,7 +305,7 @@ class PieceGraph:
         return node
 
     def _emit(self, op: fx.Node) -> None:
-        """Emit an op on slices, and what becomes of its outputs that are results."""
+        """Emit an op on slices, and write or return its outputs that are results."""
         rule = self.stage.region.rules[op]
         placements = iter(rule.inputs)
         positions, unread = itertools.count(), shape_only(op)
@@ -358,7 +358,7 @@ class PieceGraph:
         return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
 
     def _shapes(self, op: fx.Node, rule: Rule) -> list[tuple[int, ...] | None]:
-        """Shape of each output of an op for this piece; None for what is no tensor."""
+        """Shape of each output of an op for this piece; None for other objects."""
         made, shapes = op.meta["val"], list[tuple[int, ...] | None]()
         for placement, whole in zip(rule.outputs, made if isinstance(made, (tuple, list)) else [made], strict=True):
             if isinstance(placement, Split):

@@ -1,4 +1,4 @@
-"""Which regions of a graph are worth running piece by piece, and in how many pieces."""
+"""The regions of a graph that are worth running piece by piece, and their numbers of pieces."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from checkmate.torch.graph.traced import inputs, outputs, own_bytes, producer, s
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RegionGroup:
-    """Regions of one shape, such as the MLPs of all layers, and one way to run them. All run piece by piece or none does."""
+    """Regions of one shape, such as the MLPs of all layers, and one way to run them. Either all run piece by piece, or none."""
 
     regions: tuple[Region, ...]
     chunk_ops: tuple[ChunkOp, ...]  # of all regions
-    saved_bytes: int  # of large tensors in one region that never exist whole
+    saved_bytes: int  # of the large tensors of one region that never exist whole
     most_pieces: bool = True  # whether no other group has these regions in more pieces
 
     @property
     def place(self) -> str:
-        """Where the regions are in the model, for people."""
+        """The place of the regions in the model, for people."""
         return common_place([place_of(region.rules) for region in self.regions])
 
     @property
@@ -44,7 +44,7 @@ class RegionGroup:
 
     @property
     def recomputes_nothing(self) -> bool:
-        """Whether nothing that is large is computed twice: no region has to wait for what is outside of it."""
+        """Whether no large tensor is computed twice: no region has to wait for ops outside of it."""
         return all(op.stage.wave == 0 for op in self.chunk_ops)
 
     @property
@@ -53,12 +53,12 @@ class RegionGroup:
         return any(op.stage.unit_tangent is not None for op in self.chunk_ops)
 
     def excludes(self, other: RegionGroup) -> bool:
-        """Whether another group is another way to run the same ops, or is this one."""
+        """Whether another group runs the same ops in another way, or is this group."""
         mine, its = ({op for region in group.regions for op in region.rules} for group in (self, other))
         return not mine.isdisjoint(its)
 
     def is_fewer_pieces_of(self, other: RegionGroup) -> bool:
-        """Whether it runs the same ops as another group in the same way, but for the number of pieces."""
+        """Whether it runs the same ops as another group in the same way, but in fewer pieces."""
         alike = self.assumes_unit_tangent == other.assumes_unit_tangent
         return not self.most_pieces and alike and self.excludes(other)
 
@@ -68,8 +68,8 @@ def region_groups(
 ) -> list[RegionGroup]:
     """The groups of regions of a joint graph, those that save most first; none for a graph with symbolic sizes.
 
-    ``exact`` leaves out regions whose results differ from those of the whole ops, on this device, in any bit, and
-    ``recomputes_nothing`` those that compute large tensors twice.
+    ``exact`` leaves out regions whose results differ in any bit, on this device, from the results of the whole ops.
+    ``recomputes_nothing`` leaves out regions that compute large tensors twice.
     """
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
         return []
@@ -83,7 +83,7 @@ def region_groups(
 
     for seed in seeds:
         if size_bytes(seed) < 0.1 * size_bytes(seeds[0]):
-            break  # pieces of what is small save little
+            break  # pieces of small tensors save little
         if producer(seed) in taken or _call(producer(seed)) in worthless:
             continue
         best = _best_region(graph, seed, free, exact, recomputes_nothing)
@@ -107,10 +107,10 @@ def _joined(alike: list[RegionGroup]) -> RegionGroup:
 
 
 def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Iterator[RegionGroup]:
-    """A region with sums in half and a quarter of the pieces, where it has the same ops then.
+    """A region with sums in half and a quarter of the pieces, if it still has the same ops.
 
-    They take more memory and less time: each piece reads and writes all of a sum and reads all of a weight, and small products
-    are slow.
+    Fewer pieces take more memory and less time: each piece reads and writes all of a sum and reads all of a weight, and small
+    products are slow.
     """
     (many,) = found.regions
     for count in (many.count // 2, many.count // 4) if many.sums else ():
@@ -121,7 +121,7 @@ def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Ite
 
 
 def _with_unit_tangent(found: RegionGroup, graph: fx.Graph) -> RegionGroup | None:
-    """A region as it can run if its gradients are computed in the forward; None if they cannot be, or nothing is saved."""
+    """A region with its gradients computed in the forward; None if they cannot be, or nothing is saved."""
     unit_tangent = unit_tangent_of(found.regions[0], graph) if len(found.chunk_ops) > 1 else None
     if unit_tangent is None:
         return None
@@ -133,7 +133,7 @@ def _with_unit_tangent(found: RegionGroup, graph: fx.Graph) -> RegionGroup | Non
 
 
 def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Tensors that an op allocates in the forward and could be cut."""
+    """Tensors that an op allocates in the forward and that could be cut."""
     seen: set[int] = set()
     for op in graph.nodes:
         if op.op != "call_function" or makes_views(op):
@@ -146,7 +146,7 @@ def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, recomputes_nothing: bool) -> RegionGroup | None:
-    """The region around a tensor that saves most, as a separate group."""
+    """The region around a tensor that saves most bytes, as a separate group."""
     op = producer(seed)
     if not allows(op):
         return None
@@ -157,11 +157,11 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, re
         stages = [] if region is None else stages_of(region, graph)
         if region is None or (recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None):
             continue
-        if len({stage.wave for stage in stages}) <= 3:  # each makes large tensors of those before it again
-            # Sums of gradients are better than sums in the forward, whose bits the loss shows.
+        if len({stage.wave for stage in stages}) <= 3:  # each computes large tensors of earlier stages again
+            # Sums of gradients are better than sums in the forward: the loss shows the bits of the latter.
             forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
-    # Tracing takes far longer than finding a region: only those that are looked at are traced.
+    # Tracing takes far longer than finding a region: only the candidates up to the first success are traced.
     for (saved, *_), region in sorted(found, key=lambda each: each[0], reverse=True):
         group = _as_group(region, graph, allows, saved)
         if group is not None and (not exact or all(map(keeps_bits, group.chunk_ops))):
@@ -170,7 +170,7 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, re
 
 
 def _as_group(region: Region, graph: fx.Graph, allows: Allows, saved_bytes: int) -> RegionGroup | None:
-    """A region, which makes its private operands itself where it can; None if it cannot run piece by piece."""
+    """A region with the ops that compute its private operands, if they can; None if it cannot run piece by piece."""
     wider = region if region.exact else with_private_operands(region, stages_of(region, graph), graph, allows)
     for one in dict.fromkeys((wider, region)):
         try:
@@ -181,12 +181,12 @@ def _as_group(region: Region, graph: fx.Graph, allows: Allows, saved_bytes: int)
 
 
 def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool) -> Region | None:
-    """The region around a tensor in as many pieces as are worth it; None if it is not worth running in pieces.
+    """The region around a tensor, in the number of pieces that pays; None if the region is not worth running in pieces.
 
     The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
-    little. There are two pieces for each time that the seed is larger than that tensor: the large tensors of a piece, two or
-    three in a backward, then take about as much as what is around. Pieces of fewer than 16,384 elements take no less time. The
-    number depends on the graph alone and not on a budget, so that the order of sums is the same at every budget.
+    little. There are two pieces for each time that the seed is larger than that tensor. The large tensors of a piece, two or
+    three in a backward, then take about as much as the tensors around. Pieces of fewer than 16,384 elements take no less time.
+    The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
     """
     trial = grow(seed, split, 2, allows=allows, exact=exact)
     if trial is None or len(trial.rules) < 2:
@@ -210,7 +210,7 @@ def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool) -> Region 
 def _largest_around(region: Region) -> int:
     """Bytes of the largest tensor that a region reads or returns in slices, besides its seed."""
     read = {value for op in region.rules for value in inputs(op) if producer(value) not in region.rules}
-    # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
+    # The seed itself may be returned to the caller, as logits are: tensors made of it are then large, and those around are not.
     own = storage_key(tensor(region.seed))
     cut = [value for value in read | kept_outside(region) if value in region.splits and storage_key(tensor(value)) != own]
     return max((own_bytes(value) if makes_views(producer(value)) else size_bytes(value) for value in cut), default=1)

@@ -1,10 +1,10 @@
-"""Regions: sets of ops that can run piece by piece, so that the large arrays between them never exist whole.
+"""Regions: sets of ops that can run piece by piece, without the large arrays between them ever existing whole.
 
 A region grows from one large tensor that is cut along some axis. Every op that makes or reads a large tensor of the region
-belongs to it if it has a rule that agrees with what is cut so far; other tensors of the op are then cut, whole or sums as the
-rule says. Growth goes on through large tensors only, and ends by itself where tensors are small: at the hidden states around a
-head with its logits, for example. Tensors that are concatenated count as one: with the gradients of queries, keys and values,
-attention and the product before it are one region. An op without such a rule reads the tensor whole, which is then assembled.
+belongs to it if it has a rule that agrees with the cuts so far. The rule then says which other tensors of the op are cut, whole
+or sums. Growth goes on through large tensors only, and ends at small tensors, such as the hidden states around a head with
+its logits. Tensors that are concatenated count as one: with the gradients of queries, keys and values, attention and the product
+before it are one region. An op without an agreeing rule reads the tensor whole, which is then assembled.
 
 The pieces of a region are the same shares of every tensor in it: piece 2 of 8 is the third eighth of each axis that is cut.
 """
@@ -25,7 +25,7 @@ from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, size_bytes, tensor
 
 _MOST_OPS = 128
-"""A region of more ops is not offered: where tensors of one size follow each other without end, it would be the whole network."""
+"""A region of more ops is not offered: if tensors of one size follow each other without end, it would be the whole network."""
 
 _JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
 """Ops that only put tensors side by side."""
@@ -43,11 +43,11 @@ class Region:
     rules: Mapping[fx.Node, Rule]
     splits: Mapping[fx.Node, Split]  # the tensors that are cut, made in the region or given to it
     least_bytes: int  # from which on a tensor is large
-    exact: bool = False  # results have to be those of the whole ops to the bit, so that no sum is cut and no view is copied
+    exact: bool = False  # results must have the bits of the whole ops: no sum is cut and no view is copied
 
     @property
     def sums(self) -> bool:
-        """Whether a tensor is a sum over pieces, so that its bits can differ from those of the whole op."""
+        """Whether a tensor is a sum over pieces: its bits can differ from the bits of the whole op."""
         return any(rule.sums for rule in self.rules.values())
 
     @property
@@ -57,7 +57,7 @@ class Region:
 
     @property
     def piece_length(self) -> int:
-        """Elements along that axis in a piece; in the last one there may be fewer."""
+        """Elements along that axis in a piece; the last piece may have fewer."""
         return -(-self.length // self.count)
 
 
@@ -72,7 +72,7 @@ def grow(
 ) -> Region | None:
     """The region around a tensor that is cut; None if it cannot be cut in this way, or the region would be too large.
 
-    A tensor is large from ``least_share`` of the seed's bytes on.
+    A tensor is large if it has at least ``least_share`` of the seed's bytes.
     """
     if slices_of(seed, split, count) is None:
         return None
@@ -89,7 +89,7 @@ def grow(
 
 
 def extended(region: Region, ops: Iterable[fx.Node], allows: Allows) -> Region | None:
-    """A region with more ops next to its ops, of which none returns a sum; None if one has no rule that agrees with it."""
+    """A region with more ops next to its own, none of which returns a sum; None if an op has no rule that agrees with it."""
     growth = _Growth(region.count, region.length, region.least_bytes, allows, sums=False)
     growth.rules.update(region.rules)
     growth.splits.update(region.splits)
@@ -105,11 +105,11 @@ def extended(region: Region, ops: Iterable[fx.Node], allows: Allows) -> Region |
 def closed(region: Region, allows: Allows) -> Region:
     """A region with the ops between its ops that can run on slices too, such as the logarithm of a decomposed log-softmax.
 
-    Growth ends at small tensors. Where such an op is made of what the region makes, and the region reads it, the region would
-    have to make its large tensors twice: once for what comes before the op, and once for what comes after it.
+    Growth ends at small tensors. If an op reads a result of the region, and the region reads the result of the op, the region
+    would have to compute its large tensors twice: once for the ops before this op, and once for the ops after it.
     """
     for ops in _between(region):
-        # More ops are a network, such as that between the forward of a layer and its backward.
+        # More ops are a network, such as the network between the forward of a layer and its backward.
         region = (extended(region, ops, allows) if len(ops) <= 16 else None) or region
     return region
 
@@ -121,7 +121,7 @@ def _between(region: Region) -> list[list[fx.Node]]:
     groups: list[list[fx.Node]] = []
     while left:
         group = [left.pop()]
-        for node in group:  # grows as it is gone through
+        for node in group:  # the loop appends to the group
             near = [other for other in (*node.all_input_nodes, *node.users) if other in left]
             left.difference_update(near)
             group += near
@@ -130,7 +130,7 @@ def _between(region: Region) -> list[list[fx.Node]]:
 
 
 class _Growth:
-    """A region in the making."""
+    """A region while it grows."""
 
     def __init__(self, count: int, length: int, least_bytes: int, allows: Allows, *, sums: bool) -> None:
         self.count, self.length, self.least_bytes, self.allows, self.sums = count, length, least_bytes, allows, sums
@@ -176,14 +176,14 @@ class _Growth:
                 if slices is None or value in self.sum_values or (known and slices_of(value, known, self.count) != slices):
                     return False
             elif value in self.splits:
-                return False  # cut by another op, and whole for this one
+                return False  # another op cuts it, and this one reads it whole
             if now.setdefault(value, placement) != placement:
                 return False
         return any(isinstance(p, Split) for p in (*rule.outputs, *rule.inputs))
 
 
 def _joined_bytes(value: fx.Node) -> int:
-    """Bytes of the largest tensor that a tensor, or a view of it, is concatenated to."""
+    """Bytes of the largest concatenation that a tensor, or a view of it, is part of."""
     users = list(value.users)
     return max([0, *(size_bytes(u) for u in users if u.target in _JOINING), *(_joined_bytes(u) for u in users if makes_views(u))])
 
@@ -195,7 +195,7 @@ def _placed(op: fx.Node, rule: Rule) -> list[tuple[fx.Node, Placement]]:
 
 
 def slices_of(value: fx.Node, placement: Placement, count: int) -> list[Slices] | None:
-    """The slices of a tensor for each piece; None where it cannot be cut into so many, or a size is known at run time only."""
+    """The slices of a tensor for each piece; None if it cannot be cut into ``count``, or a size is known at run time only."""
     if not isinstance(placement, Split):
         return [()] * count
     shape = tuple(tensor(value).shape)

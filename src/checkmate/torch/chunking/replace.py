@@ -1,4 +1,4 @@
-"""Replace regions of a joint graph by ops that run them piece by piece."""
+"""Replaces regions of a joint graph by ops that run them piece by piece."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_regions(joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> fx.Grap
 
 
 class _Writer:
-    """Writes the module; ``env`` maps nodes of the joint graph to those of the new one."""
+    """Writes the module; ``env`` maps nodes of the joint graph to nodes of the new graph."""
 
     def __init__(self, joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> None:
         self.joint = joint
@@ -55,14 +55,14 @@ class _Writer:
         return fx.GraphModule(self.joint, self.graph)
 
     def _emit(self, wanted: _Item) -> None:
-        """Emit a node or a chunk op after all that it needs. A stack, because chains of needs are as long as the graph."""
+        """Emit a node or a chunk op after all its inputs. It uses a stack: chains of inputs are as long as the graph."""
         stack = [wanted]
         waiting: set[_Item] = set()
         while stack:
             item = stack[-1]
             missing = [need for need in self._needs(item) if not self._is_done(need)]
             if not waiting.isdisjoint(missing):
-                # Each of two chunk ops can read what the other makes, where their ops were between each other.
+                # Two chunk ops can each read a result of the other, if their ops were between each other.
                 raise NotChunkable("regions wait for each other")
             if missing:
                 waiting.add(item)
@@ -74,14 +74,14 @@ class _Writer:
             if isinstance(item, ChunkOp):
                 self._write(item)
             else:
-                # A view of a region's tensor that an op outside reads is made again there, of what the region returns.
+                # A view of a region's tensor that an op outside reads is computed again there, from the results of the region.
                 self.env[item] = self.graph.node_copy(item, self.env.__getitem__)
 
     def _needs(self, item: _Item) -> list[_Item]:
         if isinstance(item, ChunkOp):
             read = [value for value, _ in item.stage.operands]
             unit = item.stage.unit_tangent
-            if unit is not None:  # the ops between are copied, and read the tangent of one
+            if unit is not None:  # copies of the ops between read the tangent of one
                 read = [n for n in (*read, *(i for node in unit.between for i in node.all_input_nodes)) if n not in unit.inner]
         else:
             read = item.all_input_nodes
@@ -96,12 +96,12 @@ class _Writer:
         env = self.env if unit is None else {**self.env, **self._with_tangent_of_one(unit)}
         operands = [env[value] for value, _ in stage.operands]
         like = stage.new_ops[0].meta
-        name = re.sub(r"\W+", "_", stage.description)  # messages, explanations and reports call ops by their names
+        name = re.sub(r"\W+", "_", stage.description)  # messages, explanations and reports show the names of ops
         node = self.graph.create_node("call_function", CHUNKED, (operands, program.key), name=name)
         returned = [stage.returned(value) for value in stage.results]
         node.meta = {**like, "val": returned, DESCRIPTION: stage.description, PIECES: program.runs}
         if unit is not None:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # its results are scaled in place
             for read in ancestors([node]):  # none of which depends on a tangent
                 if "backward" in str(read.meta.get("partitioner_tag", "")):
                     read.meta["partitioner_tag"] = "is_forward"

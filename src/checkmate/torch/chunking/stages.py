@@ -1,17 +1,17 @@
-"""Stages: the parts of a region that can each run as one op, because nothing outside comes between their ops.
+"""Stages: the parts of a region that can each run as one op, because no op outside of the region comes between their ops.
 
 The forward of a layer and its backward belong to one region, and the ops between them are outside: the backward's stage needs
-gradients that depend on the forward's. A stage makes large tensors of an earlier stage again, piece by piece, and reads small
-ones, which the earlier stage returns. A region whose tangents do not depend on its own results, as those of the head
-in a whole step, has one stage: forward and backward of a piece follow each other and nothing is computed twice. So has one that
-computes its gradients with a tangent of one (`checkmate.torch.chunking.unit_tangent`).
+gradients that depend on the stage of the forward. A stage computes large tensors of an earlier stage again, piece by piece, and
+reads small tensors, which the earlier stage returns. If the tangents of a region do not depend on its own results, as in the head
+in a whole step, the region has one stage: forward and backward of a piece follow each other and nothing is computed twice. A
+region that computes its gradients with a tangent of one (`checkmate.torch.chunking.unit_tangent`) also has one stage.
 
-Stages run in *waves*, with ops outside between two of them. Ops of one wave that share no computation are separate stages: those
-that make the gradients of a convolution's input and of its weight, for example, need less memory one after the other.
+Stages run in *waves*, with ops outside between two of them. Ops of one wave that share no computation are separate stages: ops
+for the gradients of a convolution's input and of its weight, for example, need less memory one after the other.
 
-Growth ends at small tensors, which a stage is given whole. Some of them exist for the region alone, and are made of a smaller
-tensor, such as a mask of booleans, or of one that is there anyway: the gradient of attention's output is a product of the
-gradient that the residual connection passes on. An op that makes such a tensor becomes part of the region.
+Growth ends at small tensors, which a stage reads whole. Some of them exist for the region alone, and are computed from a smaller
+tensor, such as a mask of booleans, or from one that is alive anyway: the gradient of attention's output is a product of the
+gradient that the residual connection passes on. The op that computes them becomes part of the region.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Stage:
 
     region: Region
     unit_tangent: UnitTangent | None  # the tangent that the region takes to be one
-    wave: int  # waves of the region that have to run before it, at least
-    new_ops: tuple[fx.Node, ...]  # that belong to this stage alone, in the order of the graph
-    all_ops: tuple[fx.Node, ...] = ()  # those and the ops of earlier stages that it computes again, in the order of the graph
-    # The tensors that it reads from outside and their cuts: an op may read a tensor whole that another reads in slices.
+    wave: int  # how many waves of the region have to run before it, at least
+    new_ops: tuple[fx.Node, ...]  # ops that belong to this stage alone, in the order of the graph
+    all_ops: tuple[fx.Node, ...] = ()  # those and the ops of earlier stages that run again, in the order of the graph
+    # The tensors that it reads from outside and their cuts: one op may read a tensor whole, and another may read it in slices.
     operands: dict[tuple[fx.Node, Placement], None] = field(default_factory=dict)
     results: dict[fx.Node, Placement] = field(default_factory=dict)  # assembled from slices, or a sum
     copies: set[fx.Node] = field(default_factory=set)  # views among these, returned without their bases
 
     def returned(self, value: fx.Node) -> torch.Tensor:
-        """A result as it is traced; each time another tensor where it is the copy of a view."""
+        """A traced result; if it is the copy of a view, a new tensor each time."""
         traced = tensor(value)
         if value not in self.copies:
             return traced
@@ -57,23 +57,23 @@ class Stage:
 
     @property
     def description(self) -> str:
-        """The place of its region, for people."""
+        """The place of its region in the model, for people."""
         return f"{place_of(self.region.rules)} in {self.region.count} pieces"
 
 
 def stages_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None = None) -> list[Stage]:
-    """The stages of a region, in the order in which they can run; nothing has to wait for a tangent that is taken to be one."""
+    """The stages of a region, in the order in which they can run; no op has to wait for a tangent that is taken to be one."""
     return _Stages(region, graph, unit_tangent).found
 
 
 def kept_outside(region: Region) -> set[fx.Node]:
     """Tensors made in a region that ops outside of it read, or that ops of it read whole.
 
-    In place of a view its base; but the views themselves if all those of a tensor have fewer bytes than that and are only
-    computed with, so that copies can take their place.
+    The base of a view takes the view's place. The views themselves are kept if all views of a tensor have fewer bytes than the
+    base and are only computed with: then copies can take their place.
     """
     found: set[fx.Node] = set()
-    views: dict[fx.Node, set[fx.Node]] = {}  # by their base
+    views: dict[fx.Node, set[fx.Node]] = {}  # by base
     for op in region.rules:
         for value, user in readers(op):
             if user in region.rules and not _reads_whole(region, user, value):
@@ -113,7 +113,7 @@ def _widens(op: fx.Node) -> bool:
 
 
 def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Graph, allows: Allows) -> Region:
-    """A region with the ops that make tensors for it alone, of operands that take less memory."""
+    """A region with the ops that compute tensors for it alone, from operands that take less memory."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for stage in stages:
         elsewhere = {_storage(value) for other in stages if other is not stage for value, _ in other.operands}
@@ -122,7 +122,7 @@ def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Gra
             if not isinstance(placement, Split) or not path or not _is_private(path, region):
                 continue
             op = path[-1]
-            # An op that would run in several stages has to be quick, and its operands are needed until the last of them.
+            # An op that would run in several stages has to be quick, and the last of these stages still needs its operands.
             if not (_widens(op) if _storage(value) in elsewhere else _needed_bytes(op, stage, position) < own_bytes(value)):
                 continue
             found = extended(region, path, allows)
@@ -132,7 +132,7 @@ def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Gra
 
 
 def _path_to(value: fx.Node) -> list[fx.Node]:
-    """The op that makes a tensor, after the ops that make views of it; empty where the graph is given it."""
+    """The op that computes a tensor, after the ops that make views of it; empty if the tensor is an input of the graph."""
     path: list[fx.Node] = []
     while (op := producer(value)).op == "call_function":
         path.append(op)
@@ -149,7 +149,7 @@ def _is_private(path: Sequence[fx.Node], region: Region) -> bool:
 
 
 def _needed_bytes(op: fx.Node, stage: Stage, position: Mapping[fx.Node, int]) -> int:
-    """Bytes of the operands of an op that need not be there while a stage runs unless this stage runs the op."""
+    """Bytes of an op's operands that are kept alive during a stage only if the stage runs the op."""
     last = max(map(position.__getitem__, stage.new_ops))
     there = {_storage(value) for value, _ in stage.operands}
     needed: dict[int, int] = {}
@@ -233,7 +233,7 @@ class _Stages:
         return wave[made] if inside else wave[made] + 1
 
     def _separate(self, ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """The ops of a wave in groups that share no computation but quick ones."""
+        """The ops of a wave in groups that share only quick computations."""
         wave = self.wave[ops[0]]
         group: dict[fx.Node, fx.Node] = {}
 
@@ -258,7 +258,7 @@ class _Stages:
         return list(groups.values())
 
     def _computed_with(self, op: fx.Node, wave: int) -> list[fx.Node]:
-        """The ops, views aside, that make the operands of an op and that a stage of some wave computes itself."""
+        """The ops, without views, that compute the operands of an op and that a stage of some wave runs itself."""
         found: list[fx.Node] = []
         for value, _ in _read(self.region, op):
             if not self._is_operand(value, op, wave):
@@ -267,9 +267,9 @@ class _Stages:
         return found
 
     def _is_operand(self, value: fx.Node, op: fx.Node, wave: int) -> bool:
-        """Whether a stage of some wave is given an operand of an op, instead of making it.
+        """Whether a stage of some wave reads an operand of an op, instead of computing it.
 
-        An earlier stage returns it where it has to, or where the tensor is small.
+        An earlier stage returns the operand if it has to, or if the tensor is small.
         """
         made = producer(value)
         if made not in self.region.rules or _reads_whole(self.region, op, value):
@@ -303,7 +303,7 @@ class _Stages:
 
 
 def _made_as(region: Region, value: fx.Node) -> Placement:
-    """How a tensor that a region makes is cut."""
+    """The placement of a tensor that a region makes."""
     op = producer(value)
     placement = region.rules[op].outputs[outputs(op).index(value)]
     assert placement is not None
@@ -311,7 +311,7 @@ def _made_as(region: Region, value: fx.Node) -> Placement:
 
 
 def _read(region: Region, op: fx.Node) -> list[tuple[fx.Node, Placement]]:
-    """The tensors that an op of a region reads, and how; with repetitions."""
+    """The tensors that an op of a region reads, and their placements; with repetitions."""
     pairs = zip(inputs(op), region.rules[op].inputs, strict=True)
     unread = shape_only(op)
     return [pair for i, pair in enumerate(pairs) if i not in unread]

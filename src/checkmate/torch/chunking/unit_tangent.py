@@ -1,12 +1,12 @@
 """Gradients that are computed in the forward, with a tangent of one in place of the true one.
 
-Between forward and backward of a loss comes only its tangent, a scalar that is one unless the caller scales the loss. A region
-with the head of a language model and its loss can therefore compute its gradients with a tangent of one as soon as it has the
-logits of a piece, instead of making these again in the backward. The backward multiplies the gradients by the true tangent: every
-op between is linear in it, which is checked. A multiplication by one changes no bit. Liger Kernel does the same by hand.
+The only value between forward and backward of a loss is its tangent, a scalar that is one unless the caller scales the loss. A
+region with the head of a language model and its loss can therefore compute its gradients with a tangent of one as soon as it has
+the logits of a piece, and need not compute these again in the backward. The backward multiplies the gradients by the true
+tangent: every op between is linear in it, which is checked. Multiplying by one changes no bit. Liger Kernel does this by hand.
 
-A custom `torch.autograd.Function` may do what it likes with a gradient: an op counts as linear only if it is known to be, and
-only where nothing is added that does not depend on the tangent.
+A custom `torch.autograd.Function` may do anything with a gradient: an op counts as linear only if it is known to be linear, and
+only if no term is added that does not depend on the tangent.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SCALE = torch.ops.checkmate.scale_.default
 
 @dataclass(frozen=True, eq=False, slots=True)
 class UnitTangent:
-    """The one tangent that a region depends on, taken to be one: that of a scalar."""
+    """The only tangent that a region depends on, taken to be one: the tangent of a scalar."""
 
     tangent: fx.Node
-    between: tuple[fx.Node, ...]  # ops outside of the region by which it depends on the tangent, in the order of the graph
+    between: tuple[fx.Node, ...]  # ops outside of the region through which it depends on the tangent, in the order of the graph
     scaled: frozenset[fx.Node]  # tensors made in the region that are linear in the tangent
 
     @property
@@ -54,7 +54,7 @@ def unit_tangent_of(region: Region, graph: fx.Graph) -> UnitTangent | None:
     if len(tangents) != 1 or tensor(tangents[0]).numel() != 1:
         return None
     dependent = {*tangents}
-    follows: set[fx.Node] = set()  # what depends on the region
+    follows: set[fx.Node] = set()  # nodes that depend on the region
     between: list[fx.Node] = []
     for node in graph.nodes:
         inside = producer(node) in region.rules
@@ -65,19 +65,19 @@ def unit_tangent_of(region: Region, graph: fx.Graph) -> UnitTangent | None:
         if node is producer(node):
             made = [value for value in outputs(node) if value is not None]
             if not is_linear(node, dependent) or any(tensor(value).dtype is torch.float16 for value in made):
-                return None  # in half precision a tangent of one instead of a loss scale would lose small gradients
+                return None  # in half precision a tangent of one would lose small gradients, unlike a loss scale
             if not inside and any(size_bytes(value) > region.length * tensor(value).element_size() for value in made):
                 return None  # a network is between, not a loss
         dependent.add(node)
         if not inside and node in follows:
-            return None  # it would wait for the region, and the region for it
+            return None  # the op and the region would wait for each other
         if not inside:
             between.append(node)
     return UnitTangent(tangents[0], tuple(between), frozenset(dependent.difference(tangents, between)))
 
 
 def is_linear(op: fx.Node, dependent: Set[fx.Node]) -> bool:
-    """Whether all that an op returns is linear, without a constant term, in those of its inputs that depend on something."""
+    """Whether all results of an op are linear, without a constant term, in the inputs that depend on something."""
     read = [value in dependent for value in inputs(op)]
     if makes_views(op) or op.target in _IN_FIRST:
         return read[0] and not any(read[1:])
@@ -88,7 +88,7 @@ def is_linear(op: fx.Node, dependent: Set[fx.Node]) -> bool:
     if op.target is aten.where.self:
         return not read[0] and any(read[1:]) and all(depends or _is_zero(op.args[i]) for i, depends in enumerate(read) if i)
     if op.target in (aten.masked_fill.Scalar, aten.constant_pad_nd.default):  # in the first argument, if zero is filled in
-        filled = op.args[2:]  # left out where it is the default, zero
+        filled = op.args[2:]  # left out if it is the default, zero
         return read[0] and not any(read[1:]) and all(value == 0 for value in (*filled, *op.kwargs.values()))
     return False
 
@@ -123,9 +123,9 @@ _IN_ALL: Final[frozenset[object]] = frozenset({aten.add.Tensor, aten.sub.Tensor,
 
 @torch.library.impl(_library, "scale_", "CompositeExplicitAutograd")
 def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    if keeps_graph():  # another backward will read the gradient as it is
+    if keeps_graph():  # another backward will read the unscaled gradient
         return gradient * factor
-    # As a new tensor, of the same storage: autograd takes over a gradient, without a copy, only if nothing else holds it.
+    # As a new tensor with the same storage: autograd takes over a gradient, without a copy, only if it has no other owner.
     return gradient.mul_(factor).detach()
 
 

@@ -1,8 +1,8 @@
-"""A context around each call of a compiled function, which finds out what of the call no plan covers.
+"""A context around each call of a compiled function, which finds the ops of the call that no plan covers.
 
-Dynamo leaves out what it cannot trace: it skips a function, or runs the code between two graphs eagerly. Nothing then calls the
-backend, so that only a look at whole calls can tell. Differentiable ops make autograd nodes. How many are made inside of planned
-graphs, while Dynamo compiles (from fake tensors), and elsewhere tells what ran where. A call without gradients makes none.
+Dynamo leaves out code that it cannot trace: it skips a function, or runs the code between two graphs eagerly. Nothing then calls
+the backend: only a look at whole calls can tell. Differentiable ops make autograd nodes. Their numbers inside of planned
+graphs, while Dynamo compiles (from fake tensors), and elsewhere tell which ops ran where. A call without gradients makes none.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CompiledCalls:
         self.options = options
         self.planned = False
         self.evaluations = 0
-        self._skipped: dict[Place, None] = {}  # where Dynamo compiled nothing of a function
-        self._breaks: dict[Place, None] = {}  # where it compiled what is before and after
+        self._skipped: dict[Place, None] = {}  # places at which Dynamo compiled nothing of a function
+        self._breaks: dict[Place, None] = {}  # places at which it compiled the code before and after
         self._told: set[Place] = set()
         self._functions: dict[str, tuple[str, str, int]] = {}  # name, file and line by the number of the frame
 
@@ -58,26 +58,26 @@ class CompiledCalls:
         return Call(self)
 
     def read(self, log: CompileLog) -> None:
-        """Take over what Dynamo recorded."""
+        """Take over the records of Dynamo."""
         for record in log.new_frames():
             at = (record.function, record.file, record.line)
             if not record.reason:
                 self._functions.setdefault(record.frame, at)
                 continue
-            # Where the limit of compilations was reached the record does not name the function.
+            # If the limit of compilations was reached, the record does not name the function.
             found = place(*(at if record.function else self._functions.get(record.frame, at)), record.reason)
             self._skipped.setdefault(found)
         for found in log.new_breaks():
             self._breaks.setdefault(place(*found))
 
     def judge(self, planned_nodes: int, other_nodes: int) -> None:
-        """Tell the user of what a call ran outside of every planned graph."""
+        """Tell the user of ops that a call ran outside of every planned graph."""
         self.planned = self.planned or planned_nodes > 0
         limited = [p for p in self._skipped if p.by_limit]
-        if not other_nodes:  # graph breaks that leave no differentiable op out: all of those are planned
+        if not other_nodes:  # graph breaks that leave out no differentiable op: all of these ops are planned
             if planned_nodes and (places := self._untold(self._breaks)):
                 _log.info("this call is planned in several graphs. %s", listed(places))
-        elif not self.planned and not coordinator().in_flight:  # it is no eager code of a step of other functions
+        elif not self.planned and not coordinator().in_flight:  # else it is eager code in a step of other functions
             self._nothing_planned()
         elif not planned_nodes and limited:
             self._limit_reached(self._untold(limited))
@@ -92,7 +92,7 @@ class CompiledCalls:
             )
 
     def _untold(self, places: Iterable[Place]) -> list[Place]:
-        """Those of some places that no message has named; the next one does."""
+        """The places that no message has named; the next message names them."""
         found = [p for p in _users(places) if p not in self._told]
         self._told.update(found)
         return found
@@ -130,7 +130,7 @@ def _users(places: Iterable[Place]) -> list[Place]:
 
 
 class RefusedCalls:
-    """The calls of a function with options that the backend refuses: it would not be asked where Dynamo makes no graph."""
+    """The calls of a function with options that the backend refuses: if Dynamo makes no graph, it does not call the backend."""
 
     def __init__(self, error: CheckmateError) -> None:
         self._error = error
@@ -140,7 +140,7 @@ class RefusedCalls:
         return self
 
     def __enter__(self) -> None:
-        """Let the call run: Dynamo restores its state only after it."""
+        """Let the call run: Dynamo restores its state only after the call."""
 
     def __exit__(self, *_: object) -> None:
         """Raise the error, unless the backend has raised it."""
@@ -149,7 +149,7 @@ class RefusedCalls:
 
 
 class Call:
-    """The context of one call; of calls inside of each other in one thread, only the outermost counts."""
+    """The context of one call; of nested calls in one thread, only the outermost counts."""
 
     def __init__(self, calls: CompiledCalls) -> None:
         self._calls = calls
@@ -167,8 +167,8 @@ class Call:
                 watch_compilations(_compile_began, _compile_ended)
                 contexts.enter_context(recurrent_layers_outside())
                 self._evaluates = not torch.is_grad_enabled()
-                # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, and leave
-                # none for training: calls without gradients are compiled for three shapes.
+                # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, with none
+                # left for training: calls without gradients are compiled for three shapes.
                 if self._evaluates and self._calls.evaluations >= 3:
                     contexts.enter_context(torch.compiler.set_stance("eager_on_recompile"))
                 self._exception = sys.exception()
@@ -179,7 +179,7 @@ class Call:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Judge what was counted, unless the call raised."""
+        """Judge the counted nodes, unless the call raised."""
         if _thread.call is not self:
             return
         _thread.call = None
@@ -193,7 +193,7 @@ class Call:
         # Dynamo calls this without the exception, in a `finally`.
         if isinstance(sys.exception(), TorchRuntimeError) and (told := in_words(sys.exception())) is not None:
             raise told from None
-        # What a call without gradients takes is told elsewhere.
+        # Other messages tell the memory of a call without gradients.
         if not self._evaluates and sys.exception() is self._exception and not runs_eagerly_on_request():
             self._calls.judge(self.planned_nodes, other)
 

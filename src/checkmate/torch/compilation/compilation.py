@@ -1,4 +1,4 @@
-"""Compiles one Dynamo graph in three steps: its resident memory, its plan, and what runs."""
+"""Compiles one Dynamo graph in three steps: its resident memory, its plan, and its executable."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Compilation:
         self._takes_gradients = takes_gradients(graph)
         account = self._account = ResidentAccount(example_inputs, options, hooks)
         together = options.ranks == "together" and self._budget is not None and hooks.captured is None
-        self.ranks = job_ranks() if together else None  # those that plan together
+        self.ranks = job_ranks() if together else None  # ranks that plan together
         planning = replace(options.planning, counted=account.counted)
         copying = account.device if hooks.whole and self.ranks is None else None
         self.planner = GraphPlanner(planning, options.host, copying)
         self.request = PlanRequest(options, self.planner, self.ranks, account, hooks.captured)
         self.executable = Executable(account, self.request, hooks)
-        # Where no step compiled by Inductor kept the budget, the least budget that one of them would keep.
+        # If no step compiled by Inductor kept the budget, the least budget that one of them would keep.
         self.least_fused_bytes: int | None = None
         self.resident = account.resident
 
@@ -61,7 +61,7 @@ class Compilation:
             honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=account.resident.total_bytes,
-            # AOTAutograd merges inputs that are equal, and then their positions are others.
+            # AOTAutograd merges equal inputs, which changes their positions.
             accumulated=lambda count: account.accumulated if count == len(account.inputs) else frozenset(),
             on_planned=self.executable.on_planned,
             on_unplannable=self._unplannable,
@@ -76,10 +76,10 @@ class Compilation:
 
     @property
     def task_without_backward(self) -> Task | None:
-        """How a graph is planned that has no backward; None where nothing is promised for it.
+        """How a graph without a backward is planned; None if nothing is promised for it.
 
         A function that takes its gradients itself, such as by `torch.func.grad`, is a whole step. Any other is an evaluation,
-        which may take what its training step may: a share is known when that has been planned.
+        which may take the memory of its training step: a share is known when the training step has been planned.
         """
         if self._budget is None or self.planner.keeps_everything or self.options.plan is not None:
             return None
@@ -93,19 +93,19 @@ class Compilation:
         return replace(self.task, costs=costs, plan=plan, on_planned=lambda joint, result: None)
 
     def agree_to_run(self) -> None:
-        """Wait until every rank has compiled its graph: one that ran without the others would block in its first collective."""
+        """Wait until every rank has compiled its graph: a rank that ran alone would block in its first collective."""
         if self.ranks is not None and (self.executable.planned is not None or self.hooks.whole):
             self.ranks.decide("running it", b"", lambda said: b"")
 
     def may_be_cached(self) -> bool:
-        """Whether code that an earlier process compiled for this graph may run: nothing of this one has a part in its plan."""
+        """Whether code that an earlier process compiled for this graph may run: the plan does not depend on this process."""
         hooks = self.hooks
         inside = hooks.whole or hooks.captured is not None or hooks.target is not None
         separate = self.ranks is None and self.options.plan is None and not inside
         return separate and coordinator().steps.begin_as_compiled and not coordinator().in_flight
 
     def _unplannable(self, error: GraphError) -> None:
-        """Have a graph that cannot be planned run as it is, where keeping everything keeps the budget."""
+        """Have a graph that cannot be planned run as it is, if keeping everything keeps the budget."""
         inside = self.hooks.whole or not self.hooks.inference or self.hooks.captured is not None or self.options.plan is not None
         if inside or not (self._budget is None or self.planner.keeps_everything):
             raise error

@@ -36,12 +36,12 @@ class Executable:
         self._recompile = recompile_current_frame()
         self.planned: PlannedGraph | None = None  # once the graph is planned for a budget
         self._whole: Result | None = None  # of a graph that the coordinator does not run
-        self._last_bytes = 0  # of what the step before returned, which is planned for
+        self._last_bytes = 0  # of the results of the step before, for which the plan has room
         self._runs = 0
         self._budget_bytes: int | None = None
 
     def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
-        """A compiled forward that the coordinator runs; of a module, where sizes may be symbolic."""
+        """A compiled forward that the coordinator runs; of a module, if sizes may be symbolic."""
         planned, budget = self.planned, self._request.planner.options.budget
         if planned is not None:
             planned.own.forward = run
@@ -71,7 +71,7 @@ class Executable:
         return as_boxed(untraced(functools.partial(run_backward, self.planned)))
 
     def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The graph as AOTAutograd compiled it, whose backward is told into which of its outputs no gradient flows."""
+        """The graph as AOTAutograd compiled it; its backward is told into which of its outputs no gradient flows."""
         if self.planned is None or not self.planned.replaceable or self.planned.dynamic:
             return run
 
@@ -119,7 +119,7 @@ class Executable:
         """Take over the plan of the graph, before anything runs."""
         interface, graph = GraphInterface.of(joint), joint.capture.graph
         if self._request.planner.options.budget is not None:
-            if graph.boundary is None:  # a whole step: when it returns, nothing of it is in flight
+            if graph.boundary is None:  # a whole step: nothing of it is in flight when it returns
                 self._whole = result
                 self._account.look.looked(self._account.resident.other_bytes)
                 self._last_bytes = fixed_bytes(graph) - graph.resident_bytes if joint.task.hold_last else 0

@@ -32,37 +32,37 @@ _log = logging.getLogger("checkmate.torch")
 class GraphPlanner:
     """Plans the graphs of one compilation."""
 
-    options: PlanningOptions  # with what counts against the budget on the device
+    options: PlanningOptions  # with the memory that counts against the budget on the device
     host: Amount | None = None  # the option of that name
-    device: Any = None  # whose copies to the host are measured; None where the graph is no whole step on one device
+    device: Any = None  # its copies to the host are measured; None unless the graph is a whole step on one device
     searched_s: float = 0.0  # of the newest search for a plan of nearly the smallest peak
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether the budget is that of keeping everything."""
+        """Whether the budget keeps everything."""
         return self.options.budget is not None and self.options.budget.keeps_everything
 
     def is_alone(self, graph: Graph) -> bool:
-        """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""
+        """Whether a graph is taken for a whole step: its only tangent is the tangent of a loss, and no graph is in flight."""
         if self.options.budget is None or graph.boundary is None or self.options.plan is not None:
             return True
         tangents = [graph.values[v] for v in graph.ops[graph.boundary].outputs]
         return len(tangents) == 1 and is_scalar_tangent(tangents[0]) and not coordinator().in_flight
 
     def allotment(self, graph: Graph) -> StepAllotment | None:
-        """The bytes that a graph may take in the plan of its step, where one has been made for a graph like it."""
+        """The bytes that a graph may take in the plan of its step; None if no step with this graph has been planned."""
         return coordinator().steps.allotment(graph, self.options.budget) if self.options.budget is not None else None
 
     def room(self, graph: Graph) -> int:
-        """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
+        """Bytes that the budget leaves for measurements, next to live tensors and graphs in flight."""
         assert self.options.budget is not None
-        # A share is one of all graphs of the step, as far as they are known.
+        # A share is taken of all graphs of the step that are known so far.
         keep_all = keep_all_bytes(graph) + coordinator().keep_all_saved_bytes()
         budget_bytes = self.options.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)
         return budget_bytes - graph.resident_bytes - coordinator().held_bytes()
 
     def plan(self, graph: Graph, early: Set[int] = frozenset()) -> Result:
-        """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak, or keeping all.
+        """A plan for the budget if the graph is a step by itself; else a plan of nearly the smallest peak, or keeping all.
 
         Some ops may be computed ``early`` only, in the forward; see `reads_of_overwritable`.
         """
@@ -83,7 +83,7 @@ class GraphPlanner:
         return result_of_order(graph, smallest.plan.order)
 
     def plan_within(self, graph: Graph, budget: Budget, budget_bytes: int, time_s: float | None) -> Result:
-        """A plan of a graph with regions in pieces, for a budget that is known in bytes."""
+        """A plan of a graph with regions in pieces, for a budget of known bytes."""
         try:
             return planner_for(replace(self.options, budget=budget, time_limit_s=time_s))(graph)
         except PlanNotFoundError:
@@ -94,10 +94,10 @@ class GraphPlanner:
             return msgspec.structs.replace(least, budget_bytes=budget_bytes)
 
     def _time_s(self) -> float:
-        """Seconds of a search for the plan of a graph whose step is not known yet: it runs once or twice.
+        """Seconds of a search for the plan of a graph of an unknown step: this plan runs once or twice.
 
-        The searches for all graphs of a step together have half of the time limit, and the next one has a quarter of what is left
-        of that, since how many there will be is not known.
+        The searches for all graphs of a step together have half of the time limit, and the next search has a quarter of the rest
+        of that half, since the number of graphs is not known.
         """
         limit_s = self.options.time_limit_s
         if limit_s is None:
@@ -117,7 +117,7 @@ class GraphPlanner:
         return planner_for(replace(self.options, counted=None, host=host))(graph)
 
     def _refused(self, graph: Graph, budget: Budget) -> Result:
-        """Refuse a budget that one graph of a step of several exceeds by itself; what the others add is not known."""
+        """Refuse a budget that one of several graphs of a step exceeds by itself; the bytes of the others are not known."""
         try:
             return planner_for(self.options)(graph)
         except InfeasibleBudgetError as error:
@@ -129,7 +129,7 @@ class GraphPlanner:
             ) from None
 
     def plan_evaluation(self, graph: Graph, budget: Budget) -> Result:
-        """A plan within a budget, or one of nearly the smallest peak, with a warning."""
+        """A plan within a budget, or a plan of nearly the smallest peak with a warning."""
         if keep_all_bytes(graph) <= budget.resolve(graph):
             return keep_everything(graph)
         try:
@@ -145,7 +145,7 @@ class GraphPlanner:
 
 
 def part_of_a_step(graph: Graph) -> Graph:
-    """A graph that holds nothing it returns: the other graphs of a step and eager code may free that at once."""
+    """A graph that does not hold its outputs: the other graphs of a step and eager code may free them at once."""
     return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
 
 

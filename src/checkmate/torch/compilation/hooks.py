@@ -22,5 +22,5 @@ class Hooks:
     before_forward: Callable[[], None] | None = None  # called before every run of a compiled forward; may raise
     inference: bool = True  # whether graphs without gradients are compiled; they are refused otherwise
     whole: bool = False  # whether the graph is a whole step, with the backward and the updates
-    returned_bytes: int = 0  # bytes of what the last run of a whole step returned, as far as it exists
+    returned_bytes: int = 0  # bytes of the live results of the last run of a whole step
     target: EmulatedDevice | None = None  # the device to plan for; by default the one at hand

@@ -42,7 +42,7 @@ class PlanRequest:
         self._options, self.planner, self.ranks, self._account, self._captured = options, planner, ranks, account, captured
 
     def plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
-        """The plan of a capture, and the capture that it is of: with regions in pieces, or figures that ranks agreed on."""
+        """The plan of a capture, and the capture that was planned: with regions in pieces, or figures that ranks agreed on."""
         planned, result = self._planned(capture, recapture)
         if self.planner.is_alone(capture.graph):
             remember(self.planner.options.budget, capture.graph, result, whole=planned.joint is capture.joint)
@@ -62,7 +62,7 @@ class PlanRequest:
             early = frozenset[int]() if is_alone else self._account.early_ops(capture)
             graph, result = self.agreed(capture.graph, lambda graph: self.planner.plan(graph, early))
         except InfeasibleBudgetError as error:
-            # Where what stays at the end sets the floor, no op is too large.
+            # If tensors that stay to the end set the floor, no op is too large.
             if error.binding_op and self.offered is not None:
                 part = ChunkableStep(_part(capture), step.joints, lambda modules: _part(recapture(modules[0])))
                 raise with_offer(error, step if is_alone else part, self.offered, part=not is_alone) from None
@@ -70,19 +70,19 @@ class PlanRequest:
         return replace(capture, graph=graph), result
 
     def agreed(self, graph: Graph, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
-        """The plan of a graph. Where several ranks plan together, rank 0 makes it for all of them, from figures they agree on."""
+        """The plan of a graph. If several ranks plan together, rank 0 makes it for all of them, from figures they agree on."""
         if self.ranks is None:
             return graph, plan(graph)
         return plan_on_rank0(self.ranks, graph, f"a budget of {self.planner.options.budget}", plan)
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
-        """Which ops may run piece by piece, where there is a budget to keep; None if none may."""
+        """The ops that may run piece by piece, if there is a budget to keep; None if none may."""
         return None if self._options.chunking == "off" else self._chunkable(exact=self._options.chunking == "exact")
 
     @property
     def offered(self) -> Chunks | None:
-        """Which ops could run piece by piece, where not all that can are asked for."""
+        """The ops that could run piece by piece, if the options do not allow all of them."""
         return None if self._options.chunking == "auto" else self._chunkable(exact=False)
 
     def _chunkable(self, *, exact: bool) -> Chunks | None:
@@ -92,7 +92,7 @@ class PlanRequest:
 
     @property
     def in_pieces(self) -> Callable[[fx.Node], bool] | None:
-        """Which ops run piece by piece under Inductor where they are in regions that compute nothing twice; None if none may."""
+        """Which ops run piece by piece under Inductor, in regions that compute nothing twice; None if none may."""
         return self._allowed_in_pieces() if self._options.chunking == "auto" else None
 
     def _allowed_in_pieces(self) -> Callable[[fx.Node], bool] | None:
@@ -118,7 +118,7 @@ class PlanRequest:
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
     def evaluation(self, budget: Budget, measured: Costs, estimated: Costs) -> tuple[Costs, Plan]:
-        """The costs and the plan of a graph without a backward, measured where estimates, which may be too large, matter."""
+        """The costs and the plan of a graph without a backward, measured if estimates, which may be too large, matter."""
         costs = estimated
 
         def plan(capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:

@@ -25,7 +25,7 @@ _log = logging.getLogger("checkmate.torch")
 
 
 class ResidentAccount:
-    """The inputs of one graph, and what exists in addition to them while it runs."""
+    """The inputs of one graph, and the other memory that exists while it runs."""
 
     def __init__(self, inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self._options, budget = options, options.planning.budget
@@ -38,7 +38,7 @@ class ResidentAccount:
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._count_device = cuda or torch.device("cpu")
         self.wrapped = wrapper_memory(inputs, options.accumulate)
-        self.counted_bytes = self.wrapped.counted_bytes(self._count_device)  # which a count of the device's tensors includes
+        self.counted_bytes = self.wrapped.counted_bytes(self._count_device)  # included in a count of the device's tensors
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(inputs, options.accumulate),
@@ -63,14 +63,14 @@ class ResidentAccount:
     def early_ops(self, capture: Capture) -> frozenset[int]:
         """Ops of a part of a step that are computed in the forward only; see `reads_of_overwritable`."""
         captured = captured_graph(capture)
-        # AOTAutograd merges inputs that are equal, and then their positions are others.
+        # AOTAutograd merges equal inputs, which changes their positions.
         same = len(captured.readers) == len(self.inputs)
         return reads_of_overwritable(captured, self._overwritable) if same else frozenset()
 
     def announce_growth(self, result: Result, last_bytes: int, args: Sequence[Any]) -> None:
-        """Warn before a whole step runs that leaves too little room for what was made after it was compiled.
+        """Warn before a whole step runs if tensors made after its compilation leave it too little room.
 
-        ``last_bytes`` is the size of what the step before returned, which is planned for.
+        ``last_bytes`` is the size of the results of the step before, for which the plan has room.
         """
         if not self.look:
             return
@@ -90,7 +90,7 @@ class ResidentAccount:
 
 
 def _accumulating(inputs: Sequence[Any], accumulate: bool) -> frozenset[int]:
-    """Inputs whose gradients can be added to: those that have one; with the option ``accumulate`` all that can get one."""
+    """Inputs to whose gradients the backward can add: those with a gradient; with ``accumulate``, all that can get one."""
     leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
     coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if accumulate else set[int]()
     return frozenset(coming | {k for k, t in leaves if coordinator().steps.sources.accumulates(t)})

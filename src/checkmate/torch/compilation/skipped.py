@@ -1,4 +1,4 @@
-"""Places that Dynamo left out of every graph, and what a user can do about each."""
+"""Places that Dynamo left out of every graph, and the action of the user for each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OTHERWISE = "set TORCH_LOGS=graph_breaks to see all such places; torch.compile(
 
 
 class Place(NamedTuple):
-    """A line of the user's code at which Dynamo stopped, so that ops run outside of every graph."""
+    """A line of the user's code at which Dynamo stopped: ops run outside of every graph."""
 
     function: str  # name of the function
     file: str

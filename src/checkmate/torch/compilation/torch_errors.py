@@ -23,7 +23,7 @@ _KNOWN: tuple[tuple[str, type[CheckmateError], str, str], ...] = (
 
 
 def in_words(error: BaseException | None) -> CheckmateError | None:
-    """The error that tells the cause of one that Dynamo raised; None where that is not known."""
+    """The error that tells the cause of an error of Dynamo; None if the cause is not known."""
     for pattern, kind, sentence, hint in _KNOWN:
         found = re.search(pattern, str(error))
         if found is not None:

@@ -1,1 +1,1 @@
-"""Memory that DistributedDataParallel and FSDP2 hold, and one plan for all ranks."""
+"""Memory held by DistributedDataParallel and FSDP2, and one plan for all ranks."""

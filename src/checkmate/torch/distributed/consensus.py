@@ -1,23 +1,23 @@
 """Consensus among the ranks of a distributed job: rank 0 decides for all, from one message of each.
 
-Messages are keys in the ``TCPStore`` at which the ranks of ``torch.distributed`` met. The protocol of decision ``n``:
+Messages are keys in the ``TCPStore`` of the rendezvous of ``torch.distributed``. The protocol of decision ``n``:
 
 1. Every rank but 0 writes its message to ``n/<rank>`` and polls ``n/answer``.
 2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all. No rank waits longer than the process group's timeout.
 3. Rank 0 decides and writes ``n/answer``. It then deletes the keys of decision ``n - 1``: a message for ``n`` proves that its
    sender has read the answer to ``n - 1``.
 
-A rank that fails writes the failure in place of its message (rank 0: of its answer), so that every other rank raises
-`RankError` with the reason where it would have waited.
+A rank that fails writes the failure in place of its message (rank 0: of its answer). Every other rank then raises `RankError`
+with the reason instead of waiting.
 
 Why not ``torch.distributed.gather_object`` over a gloo group, in 20 lines? Three things would be lost:
 
-- A decision is taken inside a compilation, which only some ranks may enter: shapes differ, or one recompiles. A rank that
-  waits in a collective cannot look around, and fails after the group's timeout (30 minutes) without a reason. Here a waiting
+- A decision is made inside a compilation, which only some ranks may enter: shapes differ, or one recompiles. A rank that waits
+  in a collective can check nothing, and fails after the group's timeout (30 minutes) without a reason. Here a waiting
   rank compares counts of forwards and detects within seconds that its peer runs on without compiling.
-- A collective of ours may be issued while the user's program runs another one; two collectives in different order on two ranks
+- Our collective may be issued while the user's program runs another one; two collectives in different order on two ranks
   deadlock or mix up data. Reads and writes of a store are independent of collectives.
-- A rank that fails before a decision never enters the collective, and the others wait for it. Here it leaves its failure in
+- A rank that fails before a decision never enters the collective, and the others wait for it. Here it writes its failure to
   the store, where they find it.
 """
 
@@ -45,7 +45,7 @@ class RankError(CheckmateError, RuntimeError):
 
 
 class _SilentStoreError(Exception):
-    """The store does not answer, so that nothing can be left there either."""
+    """The store does not answer; no failure can be written there either."""
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -53,8 +53,8 @@ class _Message(msgspec.Struct, frozen=True):
 
     body: bytes = b""
     topic: str = ""  # the decision that the message is for, in words
-    error: str = ""  # why the sender cannot take part; "" if it can
-    hint: str = ""  # what the user can do about the error
+    error: str = ""  # reason why the sender cannot take part; "" if it can
+    hint: str = ""  # remedy for the user
 
 
 # Created at import time: creating a decoder is not thread-safe.
@@ -64,8 +64,8 @@ _READ_MESSAGE = msgspec.msgpack.Decoder(_Message)
 class Ranks:
     """This process as one of the ranks of a job.
 
-    A peer may be ahead for some seconds before it counts as running on without compiling. One that is about to compile is ahead
-    by one forward for moments only; ten seconds leave room for a slow data loader.
+    A peer may be ahead for some seconds before it counts as running on without compiling. A peer that is about to compile is
+    ahead by one forward for moments only; ten seconds leave room for a slow data loader.
     """
 
     def __init__(self, rank: int, count: int, store: Callable[[], dist.Store] = job_store, grace_s: float = 10.0) -> None:
@@ -87,7 +87,7 @@ class Ranks:
             raise
 
     def broadcast_failure(self, error: BaseException) -> None:
-        """Send a failure to the other ranks, which raise it at their next decision; once for each failure."""
+        """Send a failure to the other ranks, which raise it at their next decision; sent once."""
         if error is self._broadcast_error:
             return
         at, self._round = self._round, self._round + 1
@@ -96,7 +96,7 @@ class Ranks:
             self._send_failure(at, error)
 
     def record_forward(self) -> None:
-        """Publish that this rank runs one more planned forward, so that no rank waits for it to compile that forward.
+        """Publish that this rank runs one more planned forward; then no rank waits for it to compile that forward.
 
         It costs 10 to 20 microseconds a forward.
         """
@@ -122,7 +122,7 @@ class Ranks:
             self._send_failure(at, error)
             raise
         self._send(f"{at}/answer", _Message(body))
-        if at:  # every rank that wrote a message of this decision has read the answer to the one before
+        if at:  # a rank that wrote a message of this decision has read the answer to the previous one
             for key in (f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
                 self._store().delete_key(key)
         return body
@@ -141,7 +141,7 @@ class Ranks:
     def _send_failure(self, at: int, error: BaseException) -> None:
         known = isinstance(error, CheckmateError)
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        # A topic marks a text that names the rank at fault already, as that of every RankError does.
+        # A topic marks a text that already names the rank at fault, like every RankError.
         topic = "rank" if isinstance(error, RankError) else ""
         if isinstance(error.__cause__, _SilentStoreError):
             return
@@ -153,7 +153,7 @@ class Ranks:
         self._asked(lambda: self._store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
 
     def _receive(self, key: str, rank: int, topic: str) -> _Message:
-        """Poll for the message of a rank, unless it is ahead, so that the message will not come."""
+        """Poll for the message of a rank; fail if the rank is ahead, because its message will not come."""
         store = self._store()
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
         began = looked = time.monotonic()
@@ -188,14 +188,14 @@ class Ranks:
             ) from error
 
     def _is_ahead(self, store: dist.Store, rank: int) -> bool:
-        """Whether a rank ran more planned forwards than this one: it already ran the one that this rank has to compile."""
+        """Whether a rank has run more planned forwards than this rank: also the forward that this rank has to compile."""
         key = f"forwards/{rank}"
         return store.check([key]) and int(store.get(key)) > self._forwards
 
     def _asked(self, call: Callable[[], T]) -> T:
-        """The result of a call of the job's store, made in a thread that is left behind after the timeout of the process group.
+        """The result of a call of the job's store, in a thread that is abandoned after the timeout of the process group.
 
-        As a rule rank 0 holds the store. Where it is stopped, by a debugger or a full machine, no call of the store returns.
+        Usually rank 0 holds the store. If rank 0 is stopped, by a debugger or a full machine, no call of the store returns.
         """
         timeout = self._store().timeout  # type: ignore[attr-defined]
         done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
@@ -220,13 +220,13 @@ class Ranks:
         return found  # type: ignore[return-value]
 
 
-# The ranks of the newest job. Kept when the process group is destroyed and initialised again, since a store may outlive it:
-# numbering decisions from 0 again would find the old keys.
+# The ranks of the newest job. Kept when the process group is destroyed and initialised again: a store may outlive the group, and
+# new decisions numbered from 0 would find the old keys.
 _JOB: list[Ranks] = []
 
 
 def job_ranks() -> Ranks | None:
-    """The ranks of the job that this process belongs to; None where it is the only one."""
+    """The ranks of the job that this process belongs to; None if it is the only process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if "fake" in str(dist.get_backend()):  # one process simulates all ranks
@@ -239,7 +239,7 @@ def job_ranks() -> Ranks | None:
 
 @contextmanager
 def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
-    """Send an exception raised in the block to the other ranks, so that none of them waits for this one."""
+    """Send an exception raised in the block to the other ranks, and therefore none of them waits for this one."""
     try:
         yield
     except TorchDynamoException:  # Dynamo restarts its analysis by raising: not a failure

@@ -1,7 +1,7 @@
-"""One plan for all ranks of a distributed job: rank 0 makes it, for the largest memory figures of any rank.
+"""One plan for all ranks of a distributed job: rank 0 makes it, with the largest memory figures of all ranks.
 
-Not each rank for itself from the same figures: a search that ends by the clock ends differently on every machine, and ranks
-with different plans wait for the slowest in every collective (docs/decisions/0008).
+Each rank could plan alone from the same figures, but a search with a time limit ends differently on every machine, and ranks with
+different plans wait for the slowest in every collective (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from checkmate.torch.distributed.consensus import RankError, Ranks
 
 
 class _RankMemory(msgspec.Struct, frozen=True):
-    """Figures in which ranks may differ although they traced the same graph."""
+    """Figures that may differ between ranks although they traced the same graph."""
 
     workspace_bytes: tuple[int, ...]  # workspace of each op. Shape ``[op]``
     resident_bytes: int
-    recomputable: tuple[bool, ...]  # whether each op may be computed again, which is tried out for custom ops. Shape ``[op]``
+    recomputable: tuple[bool, ...]  # whether each op may be computed again; tested for custom ops. Shape ``[op]``
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
         """The graph with these memory figures and costs."""
@@ -47,10 +47,10 @@ _READ_ANSWER = msgspec.msgpack.Decoder(tuple[_RankMemory, tuple[int, ...], Resul
 
 
 def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
-    """Plan on rank 0 a graph that every rank has traced.
+    """Plan, on rank 0, a graph that every rank has traced.
 
-    The objective is what is asked of the plan, in words, such as "a budget of 8GiB"; it must be equal on all ranks. The plan is
-    one of the graph that is returned: with the costs of rank 0, and the largest workspace and resident bytes of any rank.
+    The objective is the request in words, for example "a budget of 8GiB"; it must be equal on all ranks. The plan is for the
+    returned graph: with the costs of rank 0, and the largest workspace and resident bytes of any rank.
     """
     memory = _RankMemory(
         tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes, tuple(op.recomputable for op in graph.ops)

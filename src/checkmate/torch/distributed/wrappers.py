@@ -1,7 +1,7 @@
-"""Memory of ``DistributedDataParallel`` and ``fully_shard`` in addition to that of the graphs of a step.
+"""Memory of ``DistributedDataParallel`` and ``fully_shard`` in addition to the graphs of a step.
 
 It is computed from the wrappers' parameter groups and not measured: the CPU has no count of allocated bytes, and on CUDA the
-count at compile time is not that at run time (docs/decisions/0007).
+count at compile time differs from the count at run time (docs/decisions/0007).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from checkmate.torch.graph.storages import storage_key, unique_bytes
 class WrapperMemory:
     """Memory that the wrappers around a module hold while its graph runs."""
 
-    held_bytes: int = 0  # buckets of DDP; of FSDP shards, their gradients, what other groups keep gathered, and buffers
-    bucket_view_bytes: int = 0  # part of the buckets of which the gradients of the graph's parameters are views
+    held_bytes: int = 0  # buckets of DDP; of FSDP shards, their gradients, parameters gathered by other groups, and buffers
+    bucket_view_bytes: int = 0  # part of the buckets whose views are the gradients of the graph's parameters
     transient_gradient_bytes: int = 0  # gradients of the graph that its backward frees: reduce-scatter keeps one shard of each
-    sharded: bool = False  # whether the wrapper is FSDP, whose shards Python holds; the buckets of DDP are held by C++ alone
+    sharded: bool = False  # whether the wrapper is FSDP, whose shards Python holds; only C++ holds the buckets of DDP
 
     def counted_bytes(self, device: torch.device) -> int:
         """The part of ``held_bytes`` that a count of the tensors on a device includes."""
@@ -55,8 +55,8 @@ def fsdp_unsharded_bytes() -> dict[int, int]:
 def run_inside_ddp(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
     """Run a program in the place of the module inside a `DistributedDataParallel`.
 
-    So the program gets what DDP does for its module: buffers are broadcast before the forward, and hooks average gradients
-    in the backward.
+    DDP does for the program the same as for its module: it broadcasts buffers before the forward, and its hooks average
+    gradients in the backward.
     """
     program = _Program(run)
 
@@ -101,7 +101,7 @@ def _sharded_bytes(groups: Sequence[FSDPGroup], accumulate: bool) -> int:
     staying = sum(group.unsharded_bytes for group in groups if group.stays_unsharded)
     computing = max((group.unsharded_bytes for group in groups if not group.stays_unsharded), default=0)
     # Forward: the all-gather buffer of a group is freed when the next group's is ready. Backward: the next group is
-    # prefetched while the gradients of the one before are in their reduce-scatter.
+    # prefetched during the reduce-scatter of the previous group's gradients.
     moving = max(group.unsharded_bytes for group in groups)
     if len(groups) > 1:
         moving += max(group.reduce_scatter_bytes for group in groups)

@@ -1,8 +1,8 @@
-"""The attention kernel that PyTorch selects on a CUDA device, from a device profile and the inputs alone.
+"""The attention kernel that PyTorch selects on a CUDA device, from nothing but a device profile and the inputs.
 
 On a CPU ``scaled_dot_product_attention`` dispatches to another op, which saves other tensors, and with dropout or some masks it
-materialises the whole matrix of attention weights. So the graph of Dynamo is changed to call the op of the CUDA device: its
-shapes and derivatives are registered in every build of PyTorch.
+materialises the whole matrix of attention weights. The graph of Dynamo is therefore changed to call the op of the CUDA device:
+its shapes and derivatives are registered in every build of PyTorch.
 
 Modelled after PyTorch 2.13:
 
@@ -10,8 +10,8 @@ Modelled after PyTorch 2.13:
   ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``sdp_utils_cpp.h``;
 - padding, mask conversion and scale: ``scaled_dot_product_attention`` in ``aten/src/ATen/native/transformers/attention.cpp``.
 
-Only the second header is installed with PyTorch, and it does not contain the rules by architecture, so that a test cannot
-compare them. PyTorch itself cannot be asked: ``torch._fused_sdp_choice`` answers for a device that is present, and "math" for
+Only the second header is installed with PyTorch, and it lacks the rules by architecture: a test cannot compare them. PyTorch
+itself cannot be asked: ``torch._fused_sdp_choice`` answers for a device that is present, and "math" for
 meta tensors. Not modelled: nested tensors, and backends that the user disables by ``torch.nn.attention.sdpa_kernel``.
 """
 
@@ -64,7 +64,7 @@ def attention_for(device: Device) -> Callable[..., Tensor]:
                 return out if out.shape[-1] == head_dim else out[..., :head_dim]
             if mask is not None and mask.dtype is torch.bool:
                 mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
-            if mask is not None:  # with padded rows, of which a view is read, as `pad_bias` in `attention.cpp` has it
+            if mask is not None:  # a view of padded rows, like `pad_bias` in `attention.cpp`
                 padded = _padded(mask)
                 mask = mask if padded is mask else padded[..., : mask.shape[-1]]
                 mask = mask.expand(*query.shape[:-1], key.shape[-2])
@@ -90,12 +90,12 @@ def select_kernel(
     dropout_p: float,
     is_causal: bool,
 ) -> Kernel:
-    """The attention kernel that PyTorch selects: the first in order of preference that supports the inputs.
+    """The attention kernel that PyTorch selects: the first, in order of preference, that supports the inputs.
 
-    They are ``[batch, heads, length, dim]``; the mask is true, or has values to be added, where attention is allowed.
+    They are ``[batch, heads, length, dim]``. The mask is true for allowed attention, or has values to be added.
     """
     version = device.compute_capability
-    recent = version is None or version >= (8, 0)  # None for ROCm, whose kernels support what Ampere's do
+    recent = version is None or version >= (8, 0)  # None for ROCm, whose kernels support the same as Ampere's
     half, sizes = query.dtype in _HALF, (query.shape[-1], value.shape[-1])
     square = not is_causal or query.shape[-2] == key.shape[-2]
     if query.dim() != 4 or (attn_mask is not None and (is_causal or (attn_mask.requires_grad and not half))):

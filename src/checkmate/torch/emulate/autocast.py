@@ -1,7 +1,7 @@
-"""CUDA's rules of `torch.autocast`, for a step that is traced on a CPU.
+"""CUDA's rules of `torch.autocast`, for a step traced on a CPU.
 
-The CPU has different rules: softmax and layer norm stay in half precision, where CUDA computes them in float32 and saves twice
-the bytes for the backward. The lists are those of PyTorch's ``aten/src/ATen/autocast_mode.h`` under the same names; the header
+The CPU has different rules: softmax and layer norm stay in half precision, but CUDA computes them in float32 and saves twice the
+bytes for the backward. The lists are in PyTorch's ``aten/src/ATen/autocast_mode.h`` under the same names; the header
 is installed with PyTorch, and a test compares them.
 """
 
@@ -47,7 +47,7 @@ BANNED = frozenset(["binary_cross_entropy"])
 
 @contextmanager
 def cuda_autocast_rules() -> Iterator[None]:
-    """Make the CPU's autocast follow CUDA's rules, in the whole process, while the context is open."""
+    """Make the CPU's autocast follow CUDA's rules in the whole process while the context is open."""
     of_cuda = autocast_kernels("CUDA")
     kernels = {name: _kernel(name) if name in of_cuda else None for name in of_cuda | autocast_kernels("CPU")}
     with replaced_autocast(kernels):
@@ -61,7 +61,7 @@ def cast_if_autocast(device_type: str, tensors: Any) -> Any:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """An op by CUDA's rule for it: the first of the lists above that names it, and float32 if none does."""
+    """An op by CUDA's rule: the rule of the first list above that names it, else float32."""
     packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
 

@@ -1,4 +1,4 @@
-"""A device that a traced step is planned for without being present: its kernels, allocator and costs."""
+"""A device that need not be present, for planning a traced step: its kernels, allocator and costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATISTICS = (aten.native_layer_norm.default, aten.native_group_norm.default, a
 """Normalisations whose saved statistics are float32 on CUDA, and of the input's type on a CPU."""
 
 _CPU_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
-"""Parts of names of ops that exist for CPUs alone; a CUDA device runs other ops in their place, which are not known."""
+"""Parts of names of ops that exist only for CPUs; a CUDA device runs other, unknown ops in their place."""
 
 _CUDA = torch.device("cuda")
 
@@ -39,16 +39,16 @@ class EmulatedDevice:
     """A device that a step is planned for, described by its profile."""
 
     device: Device
-    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]  # whose workspaces are used where the device is a CPU as well
-    # Counted by `costs`: nodes by op whose workspace is decided only at run time, and that a CUDA device replaces by other ops.
+    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]  # gives the workspaces if the device is a CPU too
+    # Counted by `costs`: nodes, by op, with workspace decided at run time; and nodes that a CUDA device replaces by other ops.
     unknown_workspace: Counter[str] = field(default_factory=Counter)
     cpu_only: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
-        """Replace ops in a Dynamo graph, in place, where the device's op saves other tensors than the CPU's.
+        """Replace ops in a Dynamo graph, in place, if the device's op saves other tensors than the CPU's.
 
         Raises:
-            OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing where it is traced.
+            OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing in a trace on the CPU.
         """
         if self.device.kind != "cuda":
             return
@@ -58,10 +58,10 @@ class EmulatedDevice:
             node.target = attention
 
     def relabel(self, graph: fx.Graph) -> None:
-        """Move every fake tensor of a graph to the device, in place, so that sizes are rounded as its allocator does.
+        """Move every fake tensor of a graph to the device, in place; sizes are then rounded as by its allocator.
 
-        The tensors keep their storages, and with them all aliasing. Devices among the arguments of ops follow, so that an op can
-        be traced again on slices of its tensors.
+        The tensors keep their storages, and with them all aliasing. Devices among the arguments of ops are replaced too, for
+        later traces of an op on slices of its tensors.
         """
         if self.device.kind != "cuda":
             return
@@ -97,7 +97,7 @@ class EmulatedDevice:
 
 
 def _refuse_autocast_by_name(graph: fx.Graph) -> None:
-    """Refuse ``torch.autocast("cuda")``: without CUDA tensors it is silently off, and the traced types would be wrong."""
+    """Refuse ``torch.autocast("cuda")``: without CUDA tensors it is silently off, and the traced types would be wrong with it."""
     inputs = pytree.tree_leaves([n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")])
     here = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
     regions = [n.args for n in graph.find_nodes(op="call_function", target=autocast_enter)]
@@ -113,7 +113,7 @@ def _refuse_autocast_by_name(graph: fx.Graph) -> None:
 
 def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     if id(tensor) not in moved:
-        # The original is kept alive, so that its id is not reused.
+        # The original is kept alive, and therefore its id is not reused.
         moved[id(tensor)] = (tensor, fake_tensor_on(tensor, _CUDA))
     return moved[id(tensor)][1]
 
@@ -122,9 +122,9 @@ def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor
 def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
     """Replace tensors on the meta device, or of several fake modes, by fake CPU tensors of one mode while a step is traced.
 
-    Meta tensors dispatch to other kernels than CPU tensors, so that the graph would be another; tensors of several fake modes
-    cannot be traced together. Where neither occurs, nothing is replaced. Yields the batch; tensors of the modules and optimizers
-    among the owners are replaced in place and restored on leaving.
+    Meta tensors dispatch to other kernels than CPU tensors, which would change the graph; tensors of several fake modes cannot be
+    traced together. Without either, nothing is replaced. Yields the batch; tensors of the modules and optimizers among the owners
+    are replaced in place and restored on leaving.
     """
     modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
     groups = [g for owner in owners if isinstance(owner, torch.optim.Optimizer) for g in owner.param_groups]

@@ -1,7 +1,7 @@
 """Workspace of ops on a CUDA device, modelled after the source of their kernels in PyTorch 2.13.
 
-Workspace that a library decides at run time (cuDNN's algorithms, CUB's sorts and scans) is not known; `fits` reports the
-number of such ops. Sources:
+Workspace that a library decides at run time (cuDNN's algorithms, CUB's sorts and scans) is unknown; `fits` reports the
+number of these ops. Sources:
 
 - flash attention: ``mha_bwd`` in ``flash_api.cpp`` of flash-attention 2, which PyTorch builds from ``third_party``;
 - memory-efficient attention: ``_efficient_attention_backward`` in
@@ -20,7 +20,7 @@ from checkmate.torch.graph.storages import concrete, leaves, storage_bytes
 
 aten = torch.ops.aten
 
-# Ops whose library decides at run time how much workspace to take.
+# Ops whose library decides on the workspace at run time.
 _CHOSEN_AT_RUN_TIME = (
     aten.convolution.default,
     aten.convolution_backward.default,
@@ -51,7 +51,7 @@ _MOST_SPLITS = 200
 
 
 def modelled_workspace_bytes(node: fx.Node) -> int | None:
-    """Bytes of workspace of an op on a CUDA device; None where it is decided at run time.
+    """Bytes of workspace of an op on a CUDA device; None if it is decided at run time.
 
     Matrix products count as 0: the workspace of cuBLAS is allocated once and resident (``blas_workspace_bytes`` of the profile).
     """
@@ -86,9 +86,9 @@ def _flash_backward(node: fx.Node) -> int:
 def _efficient_backward(node: fx.Node) -> int:
     """Workspace of ``_efficient_attention_backward``: one float per row, and tiles that stage gradients in float32.
 
-    The query's gradient is always staged, since several blocks add to it. Those of key and value are staged in half precision,
-    unless a row of them fits the registers of a tile. Which of several tiles runs depends on the shared memory of the device;
-    the largest workspace of those that can run is returned.
+    The query's gradient is always staged, because several blocks add to it. Gradients of key and value are staged in half
+    precision, unless a row of them fits the registers of a tile. The shared memory of the device decides which of several tiles
+    runs; the largest workspace of the possible tiles is returned.
     """
     _, query, key, value = (leaves(n.meta["val"])[0] for n in node.args[:4])  # type: ignore[union-attr]
     batch, heads, q_len, head_dim = map(concrete, query.shape)

@@ -1,1 +1,1 @@
-"""Whether a step fits a device that is not there."""
+"""Whether a step fits a device that need not be present."""

@@ -1,4 +1,4 @@
-"""`fits`: whether a training step fits a device that need not be present, and how large a batch does."""
+"""`fits`: whether a training step fits a device that need not be present, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def fits(
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
-    The step is traced with fake tensors: nothing runs and nothing is allocated, so that model and example can be on the meta
-    device (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, also of pieces, which
-    no device beats. Workspace that is unknown is listed in ``remarks``; the headroom is meant for it.
+    The step is traced with fake tensors: nothing runs and nothing is allocated. Model and example may be on the meta device
+    (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, also of pieces: no device is
+    faster. Unknown workspace is listed in ``remarks``; the headroom is for it.
 
     Args:
         model: As in `compile`, like ``loss`` and ``example``.
@@ -61,17 +61,17 @@ def fits(
         device: A device's name (``"H100"``, ``"RTX 4090"``), a profile, or a file with one. For ``"CPU"`` each distinct op
             is run once on this machine, to measure its workspace.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, or an optimizer of the model's parameters.
-        memory: Memory of the device, in place of that in its profile.
+        memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
-        sequence_dim: A dimension of the example's tensors, such as the sequence length, whose largest size is also wanted.
+        sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
         options: Further options; `FitsOptions` describes them.
 
     Returns:
-        The report; true where the step fits.
+        The report; true if the step fits.
 
     Raises:
-        OptionError: The device or the optimizer is not known, the memory leaves nothing for the step, or the chunking cannot be
-            answered for.
+        OptionError: The device or the optimizer is unknown, the memory leaves nothing for the step, or ``chunking`` is
+            ``"exact"``.
         GraphBreakError: The step cannot be traced as one graph.
 
     Examples:
@@ -142,10 +142,10 @@ class _Forecast:
     remarks: list[str] = field(default_factory=list[str])
 
     def report(self, began: float, sequence_dim: int | None) -> Fits:
-        """The answers, in the order in which they are asked for: time may be left for one of the largest sizes only."""
+        """The answers, in the order of importance: there may be time for one of the largest sizes only."""
         tracer, step, room = self.tracer, self.step, self.room
         self._caveats()
-        # It has to prove, and rarely needs more time.
+        # The search has to prove its result, and rarely needs more time.
         smallest = min_budget(self.least.captured.graph, limits=Limits(time_s=tracer.share_s(0.2)))
         verdict, graph, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
@@ -180,7 +180,7 @@ class _Forecast:
         )
 
     def _caveats(self) -> None:
-        """Remarks on how far the figures can be trusted."""
+        """Remarks on the limits of the figures."""
         target, remarks, name = self.target, self.remarks, self.target.device.name
         if target.device.kind == "cpu":
             remarks.append("workspace was measured here, op by op; times are the least that the profile allows")
@@ -197,7 +197,7 @@ class _Forecast:
             remarks.append(f"workspace is not known, and counts as nothing, of {share}: {names}")
 
     def _best(self, smallest: MinBudget) -> tuple[Verdict, Graph, Result | None]:
-        """The verdict for the available bytes, and the cheapest plan found with the graph that it is for."""
+        """The verdict for the available bytes, and the cheapest plan found with its graph."""
         step, graph, available, host = self.step, self.step.graph, self.room.available_bytes, self.room.host
         if step.keep_all_bytes <= available:
             return "keeps everything", graph, keep_everything(graph)
@@ -228,7 +228,7 @@ class _Forecast:
         return "not known", graph, None
 
     def _reserved(self, graph: Graph, result: Result | None) -> int | None:
-        """Bytes that PyTorch's caching allocator reserves on the device for a plan; None where it is another allocator."""
+        """Bytes that PyTorch's caching allocator reserves on the device for a plan; None for another allocator."""
         device = self.target.device
         if device.kind != "cuda" or result is None:
             return None

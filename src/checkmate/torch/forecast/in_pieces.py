@@ -1,4 +1,4 @@
-"""A step on another device or at another size, of which regions run piece by piece."""
+"""A step on another device or at another size, with regions that run piece by piece."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _ANY = Chunks(exact=False)
 
 
 def least_peak(step: TracedStep, chunking: Chunking) -> ChunkedStep[Capture]:
-    """A step with the regions piece by piece that make its smallest peak lower; with ``"off"`` there are none."""
+    """A step with those regions in pieces that lower its smallest peak; with ``"off"`` there are none."""
     return ChunkedStep(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
 
 
 def best_in_pieces(
     step: TracedStep, least: ChunkedStep[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
 ) -> tuple[Graph, Result] | None:
-    """The cheapest plan found within a budget, with the graph that it is for; None if none was found.
+    """The cheapest plan found within a budget, with its graph; None if none was found.
 
-    The last resort is the plan of the smallest peak, on the graph that has the least.
+    The last resort is the plan of the smallest peak, on the graph of ``least``.
     """
 
     def plan(capture: Capture, time_s: float | None) -> Result:
@@ -72,10 +72,10 @@ def why_in_pieces(why: str, kinds: Sequence[RegionGroup]) -> str:
 
 
 def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[RegionGroup]) -> ChunkedStep[Capture]:
-    """A step with the regions of another trace piece by piece, in as many pieces.
+    """A step with the regions of another trace in pieces, and the same number of pieces.
 
-    Sizes decide which regions are found in a trace. Those of one trace are therefore grown again from tensors of the same names.
-    A `GraphError` tells that at these sizes a region has other ops, or cannot run in as many pieces.
+    Sizes decide which regions are found in a trace. The regions of the other trace are therefore grown again from the tensors of
+    the same names. A `GraphError` tells that at these sizes a region has other ops, or cannot run in as many pieces.
     """
     if not kinds:
         return ChunkedStep(step.whole, ())
@@ -96,7 +96,7 @@ def _same_kind(kind: RegionGroup, graph: fx.Graph, nodes: dict[str, fx.Node]) ->
 
 
 def _grown(region: Region, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Region:
-    """The region of the same ops around the tensor of the same name."""
+    """The region with the same ops, grown from the tensor of the same name."""
     seed = nodes.get(region.seed.name)
     names = {op.name for op in region.rules}
     if seed is None:
@@ -112,7 +112,7 @@ def _grown(region: Region, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Region
 
 
 def _splits(region: Region, seed: fx.Node) -> list[Split]:
-    """Ways to cut a seed, first that of the region. Of one sequence it may be another dimension than of several."""
+    """Ways to cut a seed, first the region's own. One sequence may be cut along another dimension than several."""
     op = producer(seed)
     place = outputs(op).index(seed)
     placements = [rule.outputs[place] for rule in rules_of(op)]

@@ -25,18 +25,18 @@ from checkmate.torch.step.recipe import StepRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
-    """The largest batch, and the longest sequence if it was asked for, for which a plan of the step keeps a budget.
+    """The largest batch, and the longest sequence if requested, for which a plan of the step keeps a budget.
 
     Attributes:
         budget_bytes: The budget.
         batch: The largest batch found.
         plan: A plan of the step at that batch, for the argument ``plan`` of `checkmate.torch.compile`.
         result: Its peak and cost.
-        upper_bound: No larger batch than this has such a plan.
+        upper_bound: No larger batch has a plan within the budget.
         why: The reason for the upper bound, in words.
         longest_sequence: The longest sequence at the batch of the example: `MaxBatch.batch` is its length. None if it was not
-            asked for.
-        remarks: Sentences on what was not confirmed.
+            requested.
+        remarks: Sentences on unconfirmed results.
         elapsed_s: Wall seconds.
     """
 
@@ -76,10 +76,10 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest batch for which a plan of a training step keeps a budget, in place of halving it until nothing fails.
 
-    Nothing is allocated at the sizes that are tried, except that each distinct op is run alone to measure it. The step is traced
-    at the batch of the example and at twice that; every size is a line through the two, and the batch found is confirmed by a
-    trace at it. Sequences are traced at three lengths and every size is a parabola, since attention without a fused kernel grows
-    with the square of the length. The upper bound holds if sizes are these lines and parabolas, or grow faster.
+    Nothing is allocated at the tried sizes, except that each distinct op runs alone to be measured. The step is traced at the
+    batch of the example and at twice that batch. Every size is a line through the two; a trace at the batch found confirms it.
+    Sequences are traced at three lengths, and every size is a parabola, because attention without a fused kernel grows with the
+    square of the length. The upper bound holds if sizes are these lines and parabolas, or grow faster.
 
     Args:
         model: As in `compile`, like ``loss``, ``optimizer``, ``whole``, ``clip_norm`` and ``autocast``.
@@ -87,14 +87,14 @@ def largest_batch(
         optimizer: The optimizer. Its state counts, also before its first step.
         example: A batch of any size, whose tensors all have the batch as first dimension. Only shapes and types are used.
         budget: Total bytes on the device, such as ``"8GiB"``.
-        sequence_dim: A dimension of the example's tensors, such as 1, whose largest size at the example's batch is also wanted.
+        sequence_dim: A dimension of the example's tensors, e.g. 1; its largest size at the example's batch is also searched.
         max_overhead: Limit on the cost of the plan: a factor over computing each op once, such as 1.3, or one extra forward.
         clip_norm: Largest norm of all gradients together.
         options: Further options; `ForecastOptions` describes them.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
-        PlanNotFoundError: No batch was found that its own trace confirms.
+        PlanNotFoundError: No batch was confirmed by its own trace.
         OptionError: The tensors of the example have no common size in the dimension, or ``chunking`` is ``"exact"``.
         GraphBreakError: The step cannot be traced as one graph.
         GraphError: The step has another structure at other sizes.
@@ -125,7 +125,7 @@ def largest_batch(
 
 
 def _largest(search: SizeSearch, sequence_dim: int | None, began: float) -> LargestBatch:
-    """The largest batch, and the longest sequence, each in half of the time that is left."""
+    """The largest batch, and the longest sequence, each in half of the remaining time."""
     tracer, until, longest = search.tracer, search.tracer.until, None
     longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _steps={})
     if longer is not None:

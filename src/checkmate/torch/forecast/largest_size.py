@@ -1,4 +1,4 @@
-"""The largest batch or sequence that fits: two traces, a line through each size, and further traces that confirm."""
+"""The largest batch or sequence that fits: two traces, a line for each tensor size, and further traces that confirm."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
 
 _SOLVE_S = 2.0
-"""Seconds without which a search for plans is not started."""
+"""Least seconds to start a search for plans."""
 
 _ROWS = 128
-"""Rows that attention kernels round lengths up to (`checkmate.torch.emulate.workspace`): sizes between cost as much."""
+"""Attention kernels round lengths up to multiples of these rows (`checkmate.torch.emulate.workspace`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SizeSearch:
     """The search for the largest size of a dimension of the example's tensors for which a plan fits.
 
-    The upper bound holds if no size grows slower than a line; for sequences, than a parabola where a quarter, half and all of
-    the present length are on one. It is one for plans with the same regions piece by piece.
+    The upper bound holds if no size grows slower than a line; for sequences, than a parabola if a quarter, half and all of the
+    present length are on one. It bounds plans with the same regions in pieces.
     """
 
     tracer: DeviceTracer
@@ -44,12 +44,12 @@ class SizeSearch:
     kinds: Sequence[RegionGroup] = ()  # the regions that run piece by piece
     name: Literal["batch", "sequence"] = "batch"
     dim: int = 0
-    max_overhead: MaxOverhead = ONE_EXTRA_FORWARD  # of the step in which nothing runs piece by piece
-    remarks: list[str] = field(default_factory=list[str])  # reservations, or the reason why the answer is not known
+    max_overhead: MaxOverhead = ONE_EXTRA_FORWARD  # relative to the step with nothing in pieces
+    remarks: list[str] = field(default_factory=list[str])  # reservations, or the reason why there is no answer
     _steps: dict[int, TracedStep] = field(default_factory=dict[int, TracedStep])
 
     def run(self) -> MaxBatch | None:
-        """The largest size; None, with a remark, where the answer is not known."""
+        """The largest size; None, with a remark, if unknown."""
         if self.step.update_bytes > self.available_bytes:
             return None
         if not self.tracer.has_time_for(2 * _SOLVE_S + self.tracer.trace_s):
@@ -64,11 +64,11 @@ class SizeSearch:
         return None
 
     def found(self) -> MaxBatch:
-        """The largest size; where none is found in pieces, that with nothing in pieces.
+        """The largest size; if none is found in pieces, the largest with nothing in pieces.
 
         Raises:
             InfeasibleBudgetError: Proven: not even a size of one fits.
-            PlanNotFoundError: No size was found that its own trace confirms.
+            PlanNotFoundError: No size was confirmed by its own trace.
             GraphError: The step has another structure at other sizes.
         """
         if self.kinds:
@@ -87,12 +87,12 @@ class SizeSearch:
         found = max_batch(
             curve,
             budget_bytes=self.available_bytes,
-            limits=Limits(time_s=tracer.share_s(0.6)),  # the rest is for a trace that confirms it
+            limits=Limits(time_s=tracer.share_s(0.6)),  # the rest is for the trace that confirms the size
             max_overhead=self.max_overhead,
             reference_at=whole if kinds else None,
             size_name="length" if self.name == "sequence" else self.name,
         )
-        # On a device that is not there attention pads other lengths to multiples of 8 by separate ops; pieces are equal parts.
+        # On an emulated device, attention pads other lengths to multiples of 8 by separate ops; pieces are equal parts.
         if self.name == "sequence" and found.batch > _ROWS and (kinds or tracer.target is not None):
             found = replace(found, batch=found.batch - found.batch % _ROWS)
         elif self.name == "batch" and kinds:
@@ -101,7 +101,7 @@ class SizeSearch:
             where = f"lines through {sizes[-2]} and {sizes[-1]}"
             self.remarks.append(f"the largest {self.name} is from {where}, and was not traced itself")
             return _with_plan(found, curve(found.batch), whole(found.batch), kinds) if kinds else found
-        # A size that its own trace refutes is reduced in proportion: one more trace suffices where kernels round sizes up.
+        # A size that its own trace refutes is reduced in proportion: one more trace is enough if kernels round sizes up.
         size = found.batch
         for _ in range(2):
             pieces = self._in_pieces(size)
@@ -120,9 +120,9 @@ class SizeSearch:
         )
 
     def _first_sizes(self) -> tuple[int, ...]:
-        """The sizes whose graphs are those at any size, as lines through two of them or parabolas through three.
+        """The sizes to trace: lines through two of the graphs, or parabolas through three, give the graph at any size.
 
-        Batches are doubled. Sequences are halved, since a longer one may have more positions than the model.
+        Batches are doubled. Sequences are halved, because a longer one may have more positions than the model.
         """
         tracer, now = self.tracer, self.tracer.size(self.dim)
         assert now is not None
@@ -135,20 +135,20 @@ class SizeSearch:
         try:
             check_same_structure(self._whole(now), now, self._whole(2 * now), 2 * now)
         except GraphError:
-            # Size 1 is special: torch broadcasts it, and its stride is arbitrary, so that the graph may differ from all others.
+            # Size 1 is special: torch broadcasts it, and its stride is arbitrary: the graph may differ from all others.
             if now > 1 or not tracer.has_time_for(_SOLVE_S + tracer.trace_s):
                 raise
             return 2, 4
         return now, 2 * now
 
     def _whole(self, size: int) -> Graph:
-        """The graph of the step at a size, in which nothing runs piece by piece."""
+        """The graph of the step at a size with nothing in pieces."""
         if size not in self._steps:
             self._steps[size] = self.tracer.traced(self.dim, size)
         return self._steps[size].graph
 
     def _in_pieces(self, size: int) -> ChunkedStep[Capture]:
-        """The step at a size, with the regions piece by piece."""
+        """The step at a size, with its regions in pieces."""
         self._whole(size)
         return with_same_regions(self._steps[size].captured, self.kinds)
 
@@ -170,7 +170,7 @@ def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
 
 
 def _whole_sequences(batch: int, kinds: Sequence[RegionGroup]) -> int:
-    """The largest batch up to this one of which each piece is some sequences or an equal part of one."""
+    """The largest batch up to this one whose pieces are whole sequences, or equal parts of one."""
     count = max(region.count for kind in kinds for region in kind.regions)
     return batch - batch % (count if batch >= count else 1 << (batch.bit_length() - 1))
 
@@ -184,10 +184,10 @@ def _curve(sizes: Sequence[int], graph_at: Callable[[int], Graph]) -> AffineGrap
 
 @dataclass(frozen=True, slots=True)
 class QuadraticGraph:
-    """Graph of a step at any size of a dimension, such as the sequence length of attention without a fused kernel.
+    """Graph of a step at any size of a dimension, for example the sequence length of attention without a fused kernel.
 
-    Each size and cost is the parabola through its three values if its coefficients are zero or more, so that it rises
-    everywhere. Otherwise it is what `AffineGraph` makes of the two nearest traces.
+    Each size and cost is the parabola through its three values if no coefficient is negative: the parabola then rises
+    everywhere. Otherwise it is the value of `AffineGraph` for the two nearest traces.
     """
 
     traces: Mapping[int, Graph]  # three, by size
@@ -221,7 +221,7 @@ class QuadraticGraph:
 
 
 def _on_parabola(size: int, at: Sequence[int], known: Sequence[int], on_line: int) -> int:
-    """The parabola through three values, rounded up; the value on the line where a coefficient is negative."""
+    """The parabola through three values, rounded up; the value on the line if a coefficient is negative."""
     (a, b, c), (x, y, z) = at, known
     first, second = Fraction(y - x, b - a), Fraction(z - y, c - b)
     square = (second - first) / (c - a)

@@ -1,4 +1,4 @@
-"""Trace a step for an emulated device or the one at hand, at the size of its example or another, within a time limit."""
+"""Trace a step for an emulated device or the current one, at the size of its example or another, within a time limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """The optimizer of a name in letters of any case, to be called with parameters."""
+    """The optimizer class of a name, in any case of letters; call it with parameters."""
     known = OPTIMIZERS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
@@ -52,7 +52,7 @@ class TracedStep:
     """A step traced for a device."""
 
     captured: ChunkableStep[Capture]
-    spec: StepSpec  # the updates in it are known as long as it exists, and the step may be captured again
+    spec: StepSpec  # keeps the updates registered, because the step may be captured again
     resident_sizes: tuple[int, ...]  # bytes of each parameter and buffer, then of each tensor of the optimizer's state
     parameter_bytes: int  # buffers included
     state_bytes: int
@@ -61,7 +61,7 @@ class TracedStep:
 
     @property
     def graph(self) -> Graph:
-        """The graph of the step, in which nothing runs piece by piece."""
+        """The graph of the step with nothing in pieces."""
         return self.captured.whole.graph
 
     @property
@@ -72,22 +72,22 @@ class TracedStep:
 
 @dataclass(slots=True)
 class DeviceTracer:
-    """Traces one step for one device, and keeps the time."""
+    """Traces one step for one device within a time limit."""
 
     recipe: StepRecipe
-    until: float  # value of ``time.perf_counter()`` at which the time limit is over
-    target: EmulatedDevice | None = None  # None for the device at hand, where costs and workspace are measured
+    until: float  # value of ``time.perf_counter()`` at the end of the time limit
+    target: EmulatedDevice | None = None  # None for the current device, on which costs and workspace are measured
     optimizer: str | None = None  # name of an optimizer, in place of the recipe's
-    trace_s: float = 0.0  # seconds that the newest trace took
+    trace_s: float = 0.0  # seconds of the newest trace
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
             optimizer_class(self.optimizer)
 
     def share_s(self, share: float) -> float:
-        """Seconds for a search: a share of those left, at least a second, without which it would find nothing.
+        """Seconds for a search: a share of the remaining time, at least the second without which it would find nothing.
 
-        Where tracing took all of the time it is a quarter of the trace's seconds, so that the total stays in proportion.
+        If tracing took all of the time, it is a quarter of the trace's seconds: the total stays in proportion.
         """
         return max(1.0, share * (self.until - time.perf_counter()), min(10.0, 0.25 * self.trace_s))
 
@@ -96,13 +96,13 @@ class DeviceTracer:
         return time.perf_counter() + seconds <= self.until
 
     def size(self, dim: int) -> int | None:
-        """Size of a dimension of the example's tensors, or None if those that have the dimension differ."""
+        """Size of a dimension of the example's tensors, or None if their sizes differ."""
         leaves = pytree.tree_leaves(self.recipe.example)
         sizes = {t.shape[dim] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > dim}
         return sizes.pop() if len(sizes) == 1 else None
 
     def traced(self, dim: int = 0, size: int | None = None) -> TracedStep:
-        """The step at a size of a dimension of the example's tensors, by default that of the example."""
+        """The step at a size of a dimension of the example's tensors, by default the size of the example."""
         began = time.perf_counter()
         recipe, target = self.recipe, self.target
         granule = 1 if target is None else target.device.granule_bytes
@@ -138,12 +138,12 @@ class DeviceTracer:
 
 
 def _resized(example: Any, dim: int, size: int | None) -> Any:
-    """An example of another size, or of the same, in new storages: those of a slice of a data set are larger than it."""
+    """An example of another size, or of the same, in new storages: the storage of a slice may be a whole data set."""
     mode = FakeTensorMode()
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = [size if d == dim and size is not None else n for d, n in enumerate(tensor.shape)]
-        order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # such as channels last
+        order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # for example channels last
         with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
             return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 

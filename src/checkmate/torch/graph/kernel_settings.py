@@ -1,7 +1,7 @@
-"""Hardware, versions and settings of the process: they choose the kernel of an op besides the op and its inputs.
+"""Hardware, versions and settings of the process: with the op and its inputs, they choose the kernel of an op.
 
-Costs, and the bits of an op in pieces, are kept from one process to the next. They hold where the same kernels run: another
-path of a convolution has other workspace, three times that of the first or none.
+Costs, and the bits of an op in pieces, are kept from one process to the next. They hold only for the same kernels: another path
+of a convolution has other workspace, three times the bytes or none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from checkmate.cost.processor import library_variables, processor
 
 
 def kernel_settings(device: torch.device) -> str:
-    """All on which it depends which kernel runs on a device, as text."""
+    """Text of everything that chooses the kernel on a device."""
     settings = _cuda_settings(device) if device.type == "cuda" else _cpu_settings() if device.type == "cpu" else []
     found = (
         device.type,
         torch.__version__,
         torch.are_deterministic_algorithms_enabled(),
         _precision(backends),
-        # Which attention runs is chosen when it is traced, and again by kernels that call each other.
+        # The attention kernel is chosen at tracing, and again by kernels that call each other.
         backends.cuda.flash_sdp_enabled(),
         backends.cuda.mem_efficient_sdp_enabled(),
         backends.cuda.math_sdp_enabled(),
@@ -58,7 +58,7 @@ def _cuda_settings(device: torch.device) -> list[Any]:
         cudnn.benchmark,
         cudnn.benchmark_limit,
         cudnn.deterministic,
-        # Not `allow_tf32`, which raises an error where precisions were set by name.
+        # Not `allow_tf32`, which raises an error if precisions were set by name.
         _precision(cudnn.conv),
         _precision(cudnn.rnn),
         _precision(products),
@@ -71,5 +71,5 @@ def _cuda_settings(device: torch.device) -> list[Any]:
 
 
 def _precision(of: Any) -> str:
-    """Precision of products of 32-bit numbers: "none" stands for that of the format."""
+    """Precision of products of 32-bit numbers: "none" stands for the precision of the format."""
     return "ieee" if of.fp32_precision == "none" else of.fp32_precision

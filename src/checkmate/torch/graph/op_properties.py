@@ -25,23 +25,23 @@ BATCH_NORM = aten._native_batch_norm_legit_functional.default
 """BatchNorm as AOTAutograd traces it in training; outputs 3 and 4 are the new running mean and variance."""
 
 BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
-"""BatchNorm without running statistics; its outputs 0 to 2 are bitwise those of `BATCH_NORM`."""
+"""BatchNorm without running statistics; its outputs 0 to 2 are bitwise equal to `BATCH_NORM`'s."""
 
 PURE = ("aten", "prims", "checkmate")
-"""Namespaces whose schemas are complete: their ops have no effect besides the arguments marked as written."""
+"""Namespaces whose schemas are complete: their ops have no effect except on the arguments marked as written."""
 
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
-"""Ops that draw a seed for later ops; a recomputation would draw another seed, and none of them can replay a state."""
+"""Ops that draw a seed for later ops; a recomputation would draw another seed, and these ops cannot replay a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProperties:
     """Properties of an op in a graph."""
 
-    random: bool = False  # it draws from a random generator, so that a recomputation must replay the generator's state
+    random: bool = False  # it draws from a random generator: a recomputation must replay the generator's state
     mutates: tuple[int, ...] = ()  # positions of the arguments that it overwrites
     effect: bool = False  # a side effect: a mutation, a collective, a print
-    sequenced: bool = False  # its side effect is not only on what it overwrites: it keeps its order relative to all sequenced ops
+    sequenced: bool = False  # it has other side effects than overwriting: it keeps its order relative to all sequenced ops
     pinned: bool = False  # it must run exactly once
 
 
@@ -62,7 +62,7 @@ def op_properties(node: torch.fx.Node) -> OpProperties:
     tagged = tagged_random(node)
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
-    # Attention kernels have the tag even where dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
+    # Attention kernels have the tag even if dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
     # would pin every attention output, the largest values of a transformer.
     hidden: Hidden | None = node.meta.get(HIDDEN)
     random = (tagged and _dropout_p(node) != 0.0) or hidden == "random"
@@ -90,7 +90,7 @@ def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def content_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Input nodes whose content decides on the results of an op that are gradients or lead to some.
+    """Input nodes whose content decides on those results of an op that are gradients or lead to gradients.
 
     A BatchNorm in training reads its running statistics only to update them.
     """
@@ -106,17 +106,17 @@ def _inputs_without(node: torch.fx.Node, positions: tuple[int, ...]) -> list[tor
 
 
 def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
-    """Positions of arguments that an op ignores, so that None can be passed instead.
+    """Positions of arguments that an op ignores, None can be passed for them.
 
-    The backward of a BatchNorm in training ignores the running statistics. To keep them alive for it would hold buffers that the
-    forward has already updated.
+    The backward of a BatchNorm in training ignores the running statistics. If it kept them alive, it would hold buffers that
+    the forward has already updated.
     """
     ignores = node.target is aten.native_batch_norm_backward.default and node.args[7:8] == (True,)
     return (3, 4) if ignores else ()
 
 
 def makes_views(node: torch.fx.Node) -> bool:
-    """Whether all that an op does is to make views of its inputs."""
+    """Whether an op only makes views of its inputs."""
     made = {storage_key(t) for t in leaves(node.meta.get("val"))}
     given = {storage_key(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
     mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
@@ -130,7 +130,7 @@ def out_argument(node: torch.fx.Node) -> str:
 
 
 def is_pointwise(node: torch.fx.Node) -> bool:
-    """Whether an op computes each number of its result from those in the same places of its inputs."""
+    """Whether an op computes each number of its result from the numbers at the same positions in its inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -140,7 +140,7 @@ def trains_batch_norm(node: torch.fx.Node) -> bool:
 
 
 def is_collective(node: torch.fx.Node) -> bool:
-    """Whether an op exchanges data with other processes, so that it cannot be run in one process to measure it."""
+    """Whether an op exchanges data with other processes, and therefore cannot be measured in one process."""
     return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES
 
 
@@ -156,7 +156,7 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
 
 
 def tagged_random(node: torch.fx.Node) -> bool:
-    """Whether PyTorch takes an op for a random one; attention kernels have the tag whether or not they apply dropout."""
+    """Whether PyTorch tags an op as random; attention kernels have the tag with and without dropout."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -176,7 +176,7 @@ def _dropout_p(node: torch.fx.Node) -> object:
 
 
 def _device(node: torch.fx.Node) -> object:
-    # `run_and_save_rng_state` picks the generator from the arguments: without a tensor or a device among them it cannot.
+    # `run_and_save_rng_state` picks the generator from the arguments: without a tensor or a device among them it fails.
     for read in node.all_input_nodes:
         value = read.meta.get("val")
         if isinstance(value, torch.Tensor):
@@ -202,10 +202,10 @@ def mutators(ops: Iterable[tuple[int, torch.fx.Node, OpProperties]]) -> Mutators
 
 
 def overwriters(node: torch.fx.Node, known: Mutators) -> Iterator[int]:
-    """Indices of ops that overwrite a storage that a node reads; before the node or after it.
+    """Indices of ops that overwrite a storage that a node reads; both before and after the node.
 
-    The order of the original program must be kept between them and the node: a node that ran on the other side of an
-    overwriter would read other numbers.
+    A node keeps its order relative to these ops in the original program: on the other side of an overwriter it would read other
+    numbers.
     """
     for read in used_inputs(node):
         for tensor in leaves(read.meta.get("val")):
@@ -216,31 +216,31 @@ Hidden = Literal["random", "state"]
 """Dependence of an op's results on more than its inputs, which its schema does not say."""
 
 HIDDEN = "checkmate_hidden"
-"""Key in a node's metadata: the op is `Hidden` random, or has a state of which nothing is known; see `joint.hidden_state`."""
+"""Key in a node's metadata: the op is `Hidden` random, or has an unknown state; see `joint.hidden_state`."""
 
 FORWARD_ONLY = "checkmate_forward_only"
 """Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""
 
 UNDEFINED = "checkmate_undefined"
-"""Key in the metadata of a tangent: no gradient flows into its output, so that it is None and nothing is allocated."""
+"""Key in the metadata of a tangent: no gradient flows into its output: the tangent is None, and nothing is allocated."""
 
 DESCRIPTION = "checkmate_description"
-"""Key in a node's metadata: what an op of ours does, for people, where its name does not say it."""
+"""Key in a node's metadata: description of an op of ours for users, if its name is not enough."""
 
 PIECES = "checkmate_pieces"
-"""Key in a node's metadata: its `Pieces`, where it runs piece by piece."""
+"""Key in a node's metadata: its `Pieces`, if it runs piece by piece."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """The graphs that an op runs one after the other: its time and memory are measured by piece, or estimated from these.
+    """The graphs that an op runs one after the other: its time and memory are measured by piece, or estimated from the graphs.
 
-    The inputs of a graph are slices of operands and results, sums so far, and buffers, which have no traced tensor. The first one
-    returns the first terms of the sums.
+    The inputs of a graph are slices of operands and results, sums so far, and buffers, which have no traced tensor. The first
+    graph returns the first terms of the sums.
     """
 
-    graphs: tuple[torch.fx.Graph, ...]  # of each piece; equal pieces have the same one
-    buffers_bytes: tuple[int, ...]  # of each piece; they are kept for the next one
-    sums: tuple[bool, ...]  # whether each result is a sum over the pieces, and not assembled from slices
-    # Runs them on whole operands: yields None after each piece, and the results at last.
+    graphs: tuple[torch.fx.Graph, ...]  # of each piece; equal pieces share one graph
+    buffers_bytes: tuple[int, ...]  # of each piece; they are kept for the next piece
+    sums: tuple[bool, ...]  # whether each result is a sum over the pieces, instead of assembled from slices
+    # Runs them on whole operands: yields None after each piece, and finally the results.
     run: Callable[[Sequence[torch.Tensor]], Iterator[list[torch.Tensor] | None]]

@@ -1,8 +1,8 @@
 """An optimizer's step as ops of a graph, one per parameter.
 
-``checkmate::gradient_ready`` marks a gradient in the program that is traced. It has no side effect, so that AOTAutograd
-leaves it in place. The pass `apply_optimizer_in_backward` replaces it by ``checkmate::update``, which overwrites the
-parameter by calling the optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's.
+``checkmate::gradient_ready`` marks a gradient in the traced program. It has no side effect: AOTAutograd therefore leaves it in
+place. The pass `apply_optimizer_in_backward` replaces it by ``checkmate::update``, which overwrites the parameter by calling the
+optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PER_PARAMETER_OPTIMIZERS = (
     optim.Rprop,
     optim.ASGD,
 )
-"""Optimizers whose update of one parameter does not depend on other parameters, so that updates can run one at a time.
+"""Optimizers whose update of one parameter does not depend on other parameters: updates can run one at a time.
 
 Subclasses are not accepted: a subclass may override ``step``.
 """
@@ -125,7 +125,7 @@ class Updates:
         return self.optimizer.state.get(parameter) or _initialise(self.optimizer, self.group(which), parameter)
 
     def state_specification(self, which: int) -> dict[str, torch.Tensor]:
-        """Tensors like the state of a parameter, whether or not it exists; they may be on the meta device."""
+        """Tensors like the state of a parameter, existing or not; they may be on the meta device."""
         parameter = self.parameter(which)
         known = self.optimizer.state.get(parameter) or initial_state(self.optimizer, self.group(which), parameter)
         return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
@@ -140,10 +140,10 @@ class Updates:
 
 
 def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer's first step would create for a parameter; the optimizer is left alone."""
+    """The state that an optimizer's first step would create for a parameter; the optimizer is not changed."""
     shadow = copy.copy(optimizer)
     shadow.state = defaultdict(dict)
-    if parameter.is_meta and group.get("fused"):  # it would refuse the device; its step counter is on the parameter's
+    if parameter.is_meta and group.get("fused"):  # a fused one refuses meta; its step counter is on the device of the parameter
         group = {**group, "fused": False, "capturable": True}
     return _initialise(shadow, group, parameter)
 
@@ -151,7 +151,7 @@ def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """Create the state of a parameter as the optimizer's first step would, and return it.
 
-    SGD makes its momentum in that step, equal to the gradient: without dampening, what zeros become.
+    SGD makes its momentum in the first step, equal to the gradient: zeros become the gradient too, without dampening.
     """
     if type(optimizer) is optim.SGD:
         if group["momentum"]:
@@ -173,7 +173,7 @@ _LIVE: weakref.WeakValueDictionary[int, Updates] = weakref.WeakValueDictionary()
 
 
 def updates_of(key: int) -> Updates:
-    """The `Updates` with a key, as nodes of a graph refer to it."""
+    """The `Updates` with a key by which nodes of a graph refer to it."""
     return _LIVE[key]
 
 
@@ -211,7 +211,7 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Whether a hook is called with the gradient of a parameter, which autograd does and a graph with the backward does not."""
+    """Whether a parameter has a hook on its gradient: autograd calls it, and a graph with the backward does not."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -230,7 +230,7 @@ def uncompiled_reason(optimizer: optim.Optimizer) -> str | None:
 
 
 def temporary_count(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
-    """Temporary tensors of a parameter's size that an update allocates on a CUDA device; None where that is not known.
+    """Temporary tensors of a parameter's size that an update allocates on a CUDA device; None if unknown.
 
     Read from ``torch/optim/sgd.py`` and ``adam.py``, ``foreach`` implementation: each of weight decay, Nesterov momentum
     and ``maximize`` makes a new gradient; Adam makes a denominator. AdamW decays the parameter in place.

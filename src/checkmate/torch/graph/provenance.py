@@ -25,7 +25,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def place_of(nodes: Iterable[fx.Node]) -> str:
-    """Where some ops are in the model, for people: ``"lm_head + loss"``, ``"layers.0.mlp"``."""
+    """Place of some ops in the model, for users: ``"lm_head + loss"``, ``"layers.0.mlp"``."""
     ops = list(nodes)
     products = [op for op in ops if getattr(op.target, "overloadpacket", None) in flop_registry]
     paths = dict.fromkeys(map(_module, products)) or dict.fromkeys(map(_module, ops))
@@ -40,7 +40,7 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def common_place(places: Sequence[str]) -> str:
-    """One name for places that differ in numbers alone: ``"layers.*.mlp"``; otherwise the first and how many more there are."""
+    """One name for places that differ only in numbers: ``"layers.*.mlp"``; otherwise the first and the number of others."""
     columns = list(zip(*(place.split(".") for place in places), strict=False))
     if len({place.count(".") for place in places}) > 1 or any(len({*c}) > 1 and not "".join(c).isdigit() for c in columns):
         return f"{places[0]} and {len(places) - 1} more"

@@ -1,7 +1,7 @@
 """Recomputation of random ops: the generator's state is saved at the first computation and replayed later.
 
-Without it dropout would draw another mask in the backward than in the forward, and gradients would be wrong. The ops that
-save and replay are those of torch's own partitioner (``torch/_prims/rng_prims.py``).
+Without replay, dropout would draw another mask in the backward than in the forward, and gradients would be wrong. The ops that
+save and replay are defined by torch's own partitioner (``torch/_prims/rng_prims.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def emit_with_saved_state(
 
 
 def emit_replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Emit a random op that runs from a saved generator state and leaves the generator as it was."""
+    """Emit a random op that runs from a saved generator state and leaves the generator unchanged."""
     op: Any = node.target
     again = graph.call_function(run_with_rng_state, (state, op, *args), kwargs)
     again.meta = dict(node.meta)

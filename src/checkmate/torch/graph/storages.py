@@ -1,7 +1,7 @@
 """Storages of traced tensors, and their exact bytes.
 
-A tensor is a view of a storage, and memory belongs to storages: two tensors with one storage are allocated once. A fake
-tensor has a storage without data, of the size that the real one will have, so that traced graphs can be counted exactly.
+A tensor is a view of a storage, and memory belongs to storages: two tensors with one storage are allocated once. A fake tensor
+has a storage without data, as large as the real one: traced graphs can therefore be counted exactly.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ CUDA_ALIGNMENT_BYTES = 512
 """Granularity of the CUDA caching allocator: ``kMinBlockSize`` in PyTorch's ``c10/core/AllocatorConfig.h``."""
 
 SCALAR_TANGENT_BYTES = 16
-"""A tangent of at most so many bytes is taken to be that of a scalar: one element of complex128, the widest type.
+"""A tangent of at most this many bytes counts as the tangent of a scalar: one element of complex128, the widest type.
 
-It differs from other tangents in who holds it: ``loss.backward()`` creates the gradient of the loss and holds it until the
+The holder of this tangent differs: ``loss.backward()`` creates the gradient of the loss and holds it until the
 backward returns, while the gradient of any other output is freed after its last use in the backward.
 """
 
@@ -32,12 +32,12 @@ def is_scalar(tensor: torch.Tensor) -> bool:
 
 
 def is_scalar_tangent(tangent: Value) -> bool:
-    """Whether a tangent in a graph is that of a scalar: it is there to the end, and no larger than a block of the allocator."""
+    """Whether a tangent in a graph belongs to a scalar: it lives to the end, and is no larger than a block of the allocator."""
     return tangent.kept and tangent.size_bytes <= CUDA_ALIGNMENT_BYTES
 
 
 def leaves(value: object) -> list[torch.Tensor]:
-    """Tensors in a nested value such as the result of an op, in order."""
+    """Tensors in a nested value for example the result of an op, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -49,18 +49,18 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the allocator hands out for a tensor's storage; symbolic sizes count as the largest that they can be."""
+    """Bytes that the allocator hands out for a tensor's storage; symbolic sizes count with their largest values."""
     return _aligned(tensor, _most(tensor.untyped_storage().nbytes()))
 
 
 def current_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the allocator hands out for a tensor's storage at its current size, where sizes are symbolic."""
+    """Bytes that the allocator hands out for a tensor's storage at its current size, for symbolic sizes."""
     size = tensor.untyped_storage().nbytes()
     return _aligned(tensor, size if isinstance(size, int) else int(size.node.hint))
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and the same bytes: unlike `torch.equal`, NaN is itself."""
+    """Whether two tensors have the same shape and the same bytes: unlike in `torch.equal`, NaN equals NaN."""
     return first.shape == second.shape and torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (first, second)))
 
 
@@ -80,17 +80,17 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
-    """Total bytes of the storages of tensors; a storage that several share is counted once."""
+    """Total bytes of the storages of tensors; a shared storage is counted once."""
     return sum({storage_key(part): size_of(part) for t in tensors for part in strided_parts(t)}.values())
 
 
 def concrete(number: int | torch.SymInt) -> int:
-    """A traced size as an integer, with every symbol at its upper bound and without installing a guard on its value."""
+    """A traced size as an integer, with every symbol at its upper bound, without a guard on its value."""
     return number if isinstance(number, int) else _known(number, value_at_upper_bounds)
 
 
 def _most(number: int | torch.SymInt) -> int:
-    # The largest value need not be at the upper bounds: that of 1024 - n is at the lower bound of n.
+    # The largest value need not be at the upper bounds: the largest 1024 - n is at the lower bound of n.
     return number if isinstance(number, int) else _known(number, upper_bound)
 
 
@@ -102,7 +102,7 @@ def _known(number: torch.SymInt, value_of: Callable[[torch.SymInt], float | None
             "function, or replace it by one of fixed shape, such as torch.where",
         )
     value = value_of(number)
-    if value is None:  # an integer argument of the user became a size, as n in x[:n]
+    if value is None:  # an integer argument became a size, like n in x[:n]
         bound_by_hint(number)
         value = value_of(number)
     assert value is not None

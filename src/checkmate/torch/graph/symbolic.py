@@ -1,7 +1,7 @@
-"""Dynamic shapes: bounds for symbolic sizes, so that one plan serves all sizes up to the largest.
+"""Dynamic shapes: bounds for symbolic sizes: one plan serves all sizes up to the largest.
 
-A plan is exact for one size of every dimension. Where the user asks for dynamic shapes, the plan is made for the largest
-size: a smaller batch takes no more memory. A guard rejects larger sizes, for which torch compiles and plans again.
+A plan is exact for one size of every dimension. If the user requests dynamic shapes, the plan is made for the largest size: a
+smaller batch takes no more memory. A guard rejects larger sizes, for which torch compiles and plans again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
     """Give every symbolic size among the inputs of a graph an upper bound, by installing guards.
 
     - A dimension with a range from ``torch._dynamo.mark_dynamic(x, dim, min=2, max=...)`` keeps it.
-    - Another dimension that the user asked to be dynamic is bounded by its current size.
+    - Another dimension that the user marked as dynamic is bounded by its current size.
     - A dimension that torch made dynamic by itself, because its size changed, is specialised to its current size: the user
-      did not ask for one plan over all sizes, and one for the largest would waste time on the smaller.
+      did not request one plan for all sizes, and a plan for the largest would waste time on smaller ones.
     - Integer arguments stay unbounded unless they turn out to be sizes (`checkmate.torch.graph.storages`).
     """
     guessed: dict[str, int] = {}
@@ -52,11 +52,11 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
 
 
 def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that compute numbers from the sizes of a graph's inputs alone, such as ``batch * sequence``.
+    """Nodes that compute numbers only from the sizes of a graph's inputs, for example ``batch * sequence``.
 
-    They take no memory and their inputs are always there. As ops of a graph they would tie every view whose shape they are in:
-    a plan moves and repeats views at will only where they read one storage and nothing else. Four blocks of a GPT at 60 % had an
-    overhead of 1.088 with one such op, and 1.014 without.
+    They take no memory, and their inputs always exist. As ops of a graph they would tie every view whose shape they compute: a
+    plan moves and repeats views freely only if they read one storage and nothing else. Four blocks of a GPT at 60 % had an
+    overhead of 1.088 with one size op, and 1.014 without.
     """
     found: set[fx.Node] = set()
     for node in nodes:
@@ -66,7 +66,7 @@ def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_size_arithmetic(node: fx.Node, earlier: Set[fx.Node]) -> bool:
-    """Whether a node computes a number from sizes of inputs, and from earlier nodes that do."""
+    """Whether a node computes a number from sizes of inputs and earlier nodes of this kind."""
     if node.op != "call_function" or not _is_number(node):
         return False
     tensors = reads_size(node)
@@ -87,7 +87,7 @@ def _is_input(node: fx.Node, *, tensors: bool) -> bool:
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:
-    """Symbols in shapes, strides and offsets of the inputs; those of integer arguments only where automatic dynamic made them."""
+    """Symbols in shapes, strides and offsets of the inputs; symbols of integer arguments only if automatic dynamic made them."""
     found: dict[str, torch.SymInt] = {}
     for value in example_inputs:
         sizes = [value] if isinstance(value, torch.SymInt) and is_automatic_dynamic(value) else []

@@ -1,4 +1,4 @@
-"""Traced FX graphs: who makes and reads a tensor, how large it is; copies of graphs, and results of ops that are added to one."""
+"""Traced FX graphs: producer, readers and size of a tensor; copies of graphs, and results of added ops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def producer(value: fx.Node) -> fx.Node:
 
 
 def outputs(op: fx.Node) -> list[fx.Node | None]:
-    """The node of each output tensor of an op, in order; None for one that no node selects."""
+    """The node of each output tensor of an op, in order; None for an output that no node selects."""
     made = op.meta.get("val")
     if isinstance(made, torch.Tensor):
         return [op]
@@ -57,9 +57,9 @@ def inputs(op: fx.Node) -> list[fx.Node]:
 
 
 def shape_only(op: fx.Node) -> frozenset[int]:
-    """Positions in `inputs` of the tensors of which an op uses the shape and not the numbers.
+    """Positions in `inputs` of the tensors of which an op uses only the shape.
 
-    The gradient of a convolution's input depends on the other gradient and the weight alone, but torch's op takes the input.
+    The gradient of a convolution's input depends only on the other gradient and the weight, but torch's op takes the input.
     """
     if op.target is torch.ops.aten.convolution_backward.default and op.args[10] == [True, False, False]:
         return frozenset({1})
@@ -67,7 +67,7 @@ def shape_only(op: fx.Node) -> frozenset[int]:
 
 
 def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each output of an op with each op that reads it; the graph's output node is one of them."""
+    """Each output of an op with each op that reads it; the graph's output node is a reader."""
     for value in outputs(op):
         if value is not None:
             for user in value.users:
@@ -76,7 +76,7 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
-    """All nodes on which some nodes depend, directly or not; of those from ``since`` on in the order of the graph."""
+    """All nodes on which some nodes depend, directly or not; without nodes before ``since`` in the order of the graph."""
     found: set[fx.Node] = set()
     todo = [read for node in nodes for read in node.all_input_nodes]
     while todo:
@@ -88,7 +88,7 @@ def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.
 
 
 def descendants(nodes: Iterable[fx.Node], within: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a set that depend on some nodes, directly or by others of the set."""
+    """The nodes of a set that depend on some nodes, directly or through other nodes of the set."""
     found: set[fx.Node] = set()
     todo = [user for node in nodes for user in node.users]
     while todo:
@@ -112,10 +112,10 @@ def size_bytes(value: fx.Node) -> int:
 
 
 def held_bytes(value: fx.Node) -> int:
-    """Bytes of memory that the elements of a tensor take, which are fewer than its elements where it is expanded."""
+    """Bytes of memory of the elements of a tensor; expanded elements share memory."""
     return min(own_bytes(value), size_bytes(value))
 
 
 def own_bytes(value: fx.Node) -> int:
-    """Bytes of the elements of a tensor, which are fewer than those of its storage where it is a slice."""
+    """Bytes of the elements of a tensor; fewer than its storage has if the tensor is a slice."""
     return tensor(value).numel() * tensor(value).element_size()

@@ -1,8 +1,8 @@
 """Memory of a compiled step, counted in the code that Inductor generates, before any kernel of it is built.
 
-Inductor generates a module as a list of lines: allocate, reuse, free, call a kernel. When the list is complete, what the module
-takes is known, and building its kernels, which is most of a compilation, has not begun. Ops of other libraries allocate inside
-as well: their workspace is what was measured for the op.
+Inductor generates a module as a list of lines: allocate, reuse, free, call a kernel. The complete list tells the memory of the
+module before its kernels are built, which is most of a compilation. Ops of other libraries allocate inside as well: their
+workspace is the measured workspace of the op.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from checkmate.torch._compat.generated_code import Alias, Allocate, Free, Genera
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
 Workspace = Callable[[fx.Node], int]
-"""Maps a node to the bytes that its op allocates and frees inside."""
+"""Maps a node to the bytes of workspace of its op."""
 
 
 class Heap:
@@ -37,12 +37,12 @@ class Heap:
 
     def __init__(self) -> None:
         self._names: dict[str, tuple[int, ...]] = {}
-        self._sizes: list[int] = []  # of every storage that there was
+        self._sizes: list[int] = []  # of every storage so far
         self._references: Counter[int] = Counter()
         self.live_bytes = self.peak_bytes = 0
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
-        """The storages that a name keeps alive: one for a tensor, several for a tuple, none for what exists outside."""
+        """The storages that a name keeps alive: one for a tensor, several for a tuple, none for a tensor from outside."""
         return self._names.get(name, ())
 
     def new(self, *sizes_bytes: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Heap:
             self.free(name)
 
     def run(self, module: GeneratedModule, workspace: Workspace) -> None:
-        """Do what a module does to memory; those of its inputs exist that it can free, and its outputs are among what is left."""
+        """Apply the effect of a module on memory. Inputs that it can free exist before; its outputs are among the rest."""
         for event in module.events:
             match event:
                 case Allocate():
@@ -108,9 +108,9 @@ class Account:
             yield
 
     def memory(self, *, num_outputs: int, hold_outputs: bool) -> StepMemory | None:
-        """Memory of the step; None where it is not known: Inductor had the modules in its cache, or lines are not understood.
+        """Memory of the step; None if it is not known: Inductor had the modules in its cache, or lines are not understood.
 
-        The first outputs of the forward are the caller's, who may hold them until the backward is over; the others are saved.
+        The first outputs of the forward go to the caller, who may hold them until the backward is over; the others are saved.
         """
         if [m.is_backward for m in self._modules] != [False, True] or not all(m.counted for m in self._modules):
             return None
@@ -145,7 +145,7 @@ class Account:
         )
 
     def memory_of_whole_step(self) -> StepMemory | None:
-        """Memory of a step that is one module; None where it is not known, as for `memory`."""
+        """Memory of a step that is one module; None if it is not known, as for `memory`."""
         if [m.is_backward for m in self._modules] != [False] or not self._modules[0].counted:
             return None
         heap = Heap()

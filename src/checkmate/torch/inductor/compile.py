@@ -1,7 +1,7 @@
-"""Compile a graph by Inductor under a plan: plan, generate code, count what it takes, and plan again with a corrected target.
+"""Compiles a graph by Inductor under a plan: plan, generate code, count its memory, and plan again with a corrected target.
 
-Inductor fuses ops and decides itself which values it stores, so that the planned peak is a prediction. What the generated code
-takes is counted before its kernels are built, and only those of the chosen plan are. The budget is kept by measuring: the
+Inductor fuses ops and decides itself which values it stores: the planned peak is a prediction. The memory of the generated code
+is counted before its kernels are built, and only the kernels of the chosen plan are built. The budget is kept by measuring: the
 compiled step that is returned was run on the real batch, and its measured peak was within the budget.
 """
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("checkmate.torch")
 
 
 def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> CompiledGraph | None:
-    """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, which is found out in one process only."""
+    """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, a fact stored for later processes."""
     trials, misfits = _Trials(gm, example_inputs, compilation), Misfits()
     least = None if trials.key is None else misfits.get(trials.key)
     if least is not None:
@@ -77,7 +77,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
 
 
 def _give_up(compilation: Compilation, search: CalibratedSearch) -> None:
-    """Say that no compilation keeps the budget, and which budget the smallest would keep."""
+    """Say that no compilation keeps the budget, and which budget the smallest compilation would keep."""
     peaks = [t.outcome.memory.peak_bytes for t in search.trials]
     if compilation.options.plan is not None:
         raise OptionError(
@@ -119,7 +119,7 @@ class _Trials:
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
         self._patches = config_patches(compilation.options, devices)
         fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches, self._dynamic)
-        # The largest sizes of a dynamic graph are in no key.
+        # No key has the largest sizes of a dynamic graph.
         cached = not self._dynamic and compilation.may_be_cached()
         self._problem = f"{compilation.resident} {fingerprint}" if cached else None
         described = [
@@ -127,7 +127,7 @@ class _Trials:
             for t in example_inputs
         ]
         text = "\n".join([str(self._problem), repr(compilation.options), gm.code, *described])
-        self.key = hashlib.sha256(text.encode()).hexdigest() if cached else None  # of all that decides on whether the step fits
+        self.key = hashlib.sha256(text.encode()).hexdigest() if cached else None  # of all that decides whether the step fits
         self.search = CalibratedSearch(compilation, fingerprint)
         self._task = dataclasses.replace(
             compilation.task,
@@ -148,7 +148,7 @@ class _Trials:
         return self.counted()
 
     def counted(self) -> StepMemory | None:
-        """The memory that was counted in the newest code, which must serve the largest sizes that it is planned for."""
+        """The memory that was counted in the newest code; the code must serve the largest sizes of its plan."""
         sizes = [n for value in self._traced if isinstance(value, torch.Tensor) for n in value.shape]
         symbols = [n for n in sizes if isinstance(n, torch.SymInt)]
         excluded = guards_against_upper_bounds(symbols[0].node.shape_env) if symbols else []
@@ -160,10 +160,10 @@ class _Trials:
         return self.compiled[-1].counted
 
     def measure(self, index: int) -> StepMemory:
-        """The measured memory of a compilation; its kernels are built for that.
+        """The measured memory of a compilation, whose kernels are built for the measurement.
 
-        With dynamic sizes it is that of a step of the largest sizes, and at least what was counted: some sizes, such as
-        ``1024 - n``, are largest in smaller steps.
+        With dynamic sizes a step of the largest sizes is measured, and the result is at least the counted memory: some sizes,
+        such as ``1024 - n``, are largest in smaller steps.
         """
         compiled = self.compiled[index]
         compiled.kernels.build()
@@ -201,10 +201,10 @@ def _plan(
     capture: Capture,
     recapture: Recapture,
 ) -> tuple[Capture, Result]:
-    """The next plan to compile. Values that it counts as stored are marked, so that Inductor stores them.
+    """The next plan to compile. Values that it counts as stored are marked, and Inductor stores them.
 
-    Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would not be
-    the planned one; and reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
+    Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would differ
+    from the plan. Reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
     """
     capture, kinds = (capture, []) if allows is None else with_pieces(capture, recapture, allows)
     graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
@@ -222,13 +222,13 @@ def _plan(
 
 
 def traced_values(gm: fx.GraphModule) -> list[Any]:
-    """The values that Dynamo traced the inputs of a graph with: fake tensors, symbolic numbers, and others."""
+    """The values with which Dynamo traced the inputs of a graph: fake tensors, symbolic numbers, and others."""
     metas = [node.meta for node in gm.graph.nodes if node.op == "placeholder"]
     return [meta.get("example_value", meta.get("val")) for meta in metas]
 
 
 def dynamic_dimensions(traced: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which dimensions of which inputs are symbolic: positions of input and dimension."""
+    """Symbolic dimensions of the inputs: positions of input and dimension."""
     return [
         (i, dim)
         for i, value in enumerate(traced)
@@ -247,7 +247,7 @@ def bound_sizes(traced: Sequence[Any]) -> None:
 
 
 def largest_inputs(inputs: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
-    """Inputs of the largest sizes: those of the first batch where it has these sizes, else copies that repeat it."""
+    """Inputs of the largest sizes: those of the first batch if it has these sizes, else copies that repeat them."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     storages: dict[int, tuple[Any, ...]] = {}
     found: list[Any] = []
@@ -275,7 +275,7 @@ def _geometry(value: Any) -> list[Any]:
 
 
 def _symbols(number: Any) -> bool:
-    """Whether a number has symbols in it: one that was specialised has none any more."""
+    """Whether a number has symbols in it; a specialised number has none any more."""
     return isinstance(number, torch.SymInt) and bool(number.node.expr.free_symbols)
 
 
@@ -287,7 +287,7 @@ def _largest(number: Any) -> int:
 
 
 def _repeated(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """A tensor of a shape and strides that repeats another along each dimension."""
+    """A tensor of some shape and strides that repeats another tensor along each dimension."""
     with torch.no_grad():
         tensor = tensor.detach()
         # An expanded dimension is one row in memory, and stays one.

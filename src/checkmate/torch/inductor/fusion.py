@@ -1,4 +1,4 @@
-"""Which ops Inductor fuses: the contraction of a captured graph by them, and the peak of a plan with fused ops."""
+"""Ops that Inductor fuses: the contraction of a captured graph by them, and the peak of a plan with fused ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OVER_ROWS = frozenset(f"aten.{name}" for name in (*_REDUCTIONS, "gather"))
 """Ops that Inductor fuses with loops over rows if they reduce rows, or pick from them."""
 
 _POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "prims.inductor_force_stride_order", "aten.constant_pad_nd")
-"""Pointwise ops that Inductor fuses and that this list does not contain."""
+"""Pointwise ops that Inductor fuses and that torch's list does not contain."""
 
 _LIGHT = (
     "aten.abs", "aten.add", "aten.arange", "aten.clamp_max", "aten.clamp_min", "aten.eq", "aten.full", "aten.ge", "aten.gt",
@@ -52,18 +52,18 @@ def contract_fusible_chains(graph: Graph, trailing: Collection[int] = ()) -> Con
 def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
     """Positions of the nodes that reduce the last dimensions of a tensor, or all of them.
 
-    Their loops run over rows like those of the pointwise ops around them, so that Inductor fuses both.
+    Their loops run over rows like the loops of pointwise ops around them: Inductor fuses both.
     """
     return frozenset(o for o, node in enumerate(nodes) if node is not None and _reduces_last(node))
 
 
 def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
-    """Peak that the code of a plan will have, above what is resident, before it is generated.
+    """Predicted peak of the code of a plan, above resident memory, before the code is generated.
 
-    Beside what `simulate` counts, Inductor fuses ops that follow each other without another library's kernel between them:
-    what is made and read only inside such a run is not stored. And the result of a pointwise op is written over an operand of
-    the same size that dies there, unless an op of the same run, on which it does not depend, reads the operand as well: that is
-    fused with it. Such ops are one kernel: all of its results are allocated before it, and what it reads is freed after it.
+    In addition to the account of `simulate`, Inductor fuses *runs* of ops without another library's kernel between them: a value
+    that is computed and read only inside a run is not stored. The result of a pointwise op is written over an operand of the
+    same size that dies there, unless another op of the run also reads the operand and the pointwise op does not depend on it:
+    both are fused then. Fused ops are one kernel: all its results are allocated before it, and its inputs are freed after it.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
@@ -80,7 +80,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     stored, fused = [], []
     for life in storage_lifetimes(graph, plan):
         (fused if runs.contain(life, chains.rows) else stored).append(life)
-    until: dict[int, int] = {}  # steps that store nothing to the step of the kernel that they are part of
+    until: dict[int, int] = {}  # steps that store nothing, to the step of their kernel
     for life in sorted(fused, key=lambda life: -life.made_at):
         last = runs.reads(life)[-1]
         until[life.made_at] = max(until.get(life.made_at, 0), until.get(last, last))
@@ -93,7 +93,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
             # A pointwise op that stores nothing is part of its readers.
             if (last == reads[-1] or runs.pointwise(reads[-1])) and runs.last_alone(reads):
                 dying.setdefault((last, graph.values[life.value].size_bytes), []).append(at)
-    # The results of a kernel are allocated before it, and what it reads is freed after it.
+    # The results of a kernel are allocated before it, and its inputs are freed after it.
     ends = [life.gone_at if life.gone_at > len(plan.steps) else runs.kernel(life.gone_at - 1)[1] + 1 for life in stored]
     begins = [runs.kernel(life.made_at)[0] for life in stored]
     for begin, life in zip(begins, stored, strict=True):
@@ -117,7 +117,7 @@ class _Runs:
         self._run: dict[int, int] = {}  # step to the number of its run
         self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
         self._views: dict[int, list[int]] = {}
-        self._made: dict[int, list[int]] = {}  # the steps that make it
+        self._made: dict[int, list[int]] = {}  # the steps that compute it
         self._kernel: dict[int, tuple[int, int]] = {}  # step to the first and last step of its kernel
         fusible, run = kinds.pointwise | kinds.reductions, 0
         for p, step in enumerate(plan.steps):
@@ -137,7 +137,7 @@ class _Runs:
             self._fuse_readers([p for p in steps if self.pointwise(p)])
 
     def _fuse_readers(self, steps: Sequence[int]) -> None:
-        """Find the kernels of a run: its ops of one size that read the same storages, and not what the others make."""
+        """Find the kernels of a run: its ops of one size that read the same storages, and none of each other's results."""
         kernels: list[tuple[int, set[int], list[int]]] = []  # size, storages that are read, steps
         for p in steps:
             op = self._op(p)
@@ -158,17 +158,17 @@ class _Runs:
         return self._kernel.get(step, (step, step))
 
     def reads(self, life: StorageLifetime) -> list[int]:
-        """Steps that read a storage, views aside."""
+        """Steps that read a storage, without steps that make views."""
         return _between(self._reads.get(life.value, []), life)
 
     def last_alone(self, reads: Sequence[int]) -> bool:
-        """Whether the last of the steps that read a storage depends on all others that may be fused with it."""
+        """Whether the last of the steps that read a storage depends on all the others that may be fused with it."""
         last = reads[-1]
         others = [p for p in reads[:-1] if self._run.get(p) == self._run.get(last)]
         return not others or set(others) <= self._needed_by(last, others[0])
 
     def _needed_by(self, step: int, first: int) -> set[int]:
-        """Steps from some first one on, on which a step depends by what is made since then."""
+        """Steps from ``first`` on that a step depends on, through values computed since then."""
         todo, found = [step], {step}
         while todo:
             p = todo.pop()
@@ -181,7 +181,7 @@ class _Runs:
         return found
 
     def _op(self, step: int) -> Op:
-        """The op of a step that computes one."""
+        """The op of a step that computes an op."""
         compute = self._plan.steps[step]
         assert isinstance(compute, Compute)
         return self._graph.ops[compute.op]
@@ -192,7 +192,7 @@ class _Runs:
         return isinstance(run, Compute) and self._graph.ops[run.op].kind in self._kinds.pointwise
 
     def contain(self, life: StorageLifetime, rows: Collection[int]) -> bool:
-        """Whether a storage is made and read inside one run, by ops whose loops are fused."""
+        """Whether a storage is written and read inside one run, by ops whose loops are fused."""
         run, reads = self._run.get(life.made_at), self.reads(life)
         if run is None or not reads or life.gone_at > len(self._plan.steps):
             return False

@@ -1,4 +1,4 @@
-"""Generate the code of a graph by Inductor under a plan, or take it from AOTAutograd's cache."""
+"""Generates the code of a graph by Inductor under a plan, or takes it from AOTAutograd's cache."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class CompiledGraph:
     run: Callable[..., Any]
     forward: ReplaceableCallable
     backward: ReplaceableCallable  # the forward for a graph without gradients
-    kernels: PendingKernels  # they have to be built before it runs
+    kernels: PendingKernels  # kernels that have to be built before it runs
     planned: tuple[GraphInterface, Result] | None  # None for a graph without gradients, which is not planned
     joint: CapturedJoint | None = None  # None for a graph without gradients, and for code from AOTAutograd's cache
-    whole: WholeStep | None = None  # the same as a whole step, if it is one
-    counted: StepMemory | None = None  # the memory of its step as counted in its code; None if that is not known
-    memory: StepMemory | None = None  # as measured; None without a budget
+    whole: WholeStep | None = None  # the graph as a whole step, if it is one
+    counted: StepMemory | None = None  # memory of its step, as counted in its code; None if not known
+    memory: StepMemory | None = None  # measured memory; None without a budget
     num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
-    entry: CacheEntry | None = None  # for AOTAutograd's cache; None for code from there, and where it cannot be stored
+    entry: CacheEntry | None = None  # for AOTAutograd's cache; None for code from there, and for code that cannot be stored
 
     @property
     def cached(self) -> bool:
@@ -82,7 +82,7 @@ class CompiledGraph:
         return self.planned is not None and self.joint is None
 
     def store(self) -> None:
-        """Store the code with its plan in AOTAutograd's cache, where it can be stored."""
+        """Store the code with its plan in AOTAutograd's cache, if it can be stored."""
         if self.entry is not None and self.planned is not None:
             self.entry.save((*self.planned, self.memory))
 
@@ -90,7 +90,7 @@ class CompiledGraph:
 class PlanPartitioner(CustomPartitionerFn):
     """Plans a joint graph and splits it into forward and backward; Inductor's `custom_partitioner_fn`.
 
-    The problem is text of everything besides the graph and the options that decides which plan is chosen; it is None where code
+    The problem is a text of everything that decides which plan is chosen, except the graph and the options. It is None if code
     from AOTAutograd's cache cannot be used.
     """
 
@@ -115,14 +115,14 @@ class PlanPartitioner(CustomPartitionerFn):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as its `uuid`: Inductor's cache key is a hash of the pickled configuration."""
+        """Pickle the `uuid` in place of the partitioner: Inductor's cache key is a hash of the pickled configuration."""
         return str, (str(self.uuid()),)
 
     def uuid(self) -> Any | None:
-        """A hash of everything that decides on the modules: the package's sources, the options, the graph and its plan.
+        """A hash of everything that decides the modules: the package's sources, the options, the graph and its plan.
 
-        Until there is a plan, a hash of what it will be chosen by, for AOTAutograd's cache, which has the graph in its key. None
-        bypasses that cache.
+        Before there is a plan, a hash of everything that will decide the plan, for AOTAutograd's cache, which has the graph in
+        its key. None bypasses that cache.
         """
         if self.planned is not None:
             interface, result = self.planned
@@ -141,7 +141,7 @@ class PlanChoices(InductorChoices):
     """Inductor's choices, without the fusion of ops that are far apart in the order of a plan.
 
     A plan may compute a value twice instead of holding it. Inductor sees two chains that read the same tensors and fuses them,
-    and both values then exist at once: a fifth more than planned on a small network. Two loops are therefore fused only if no
+    and both values then exist at once: a fifth more than planned on a small network. Therefore two loops are fused only if no
     kernel of another library, such as a matrix product, runs between them in the order of the plan.
     """
 
@@ -158,7 +158,7 @@ class PlanChoices(InductorChoices):
 
 
 _BARRIERS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-"""Positions, in each scheduler, of kernels of other libraries and templates, which are never fused with each other."""
+"""Positions, in each scheduler, of kernels of other libraries and templates, which Inductor never fuses with each other."""
 
 
 def generate(
@@ -172,7 +172,7 @@ def generate(
 ) -> CompiledGraph:
     """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built.
 
-    Where AOTAutograd's cache has the code that was chosen for this problem before, it is taken from there.
+    If AOTAutograd's cache has the code that was chosen for this problem before, the code is taken from there.
     """
     partitioner = PlanPartitioner(task, options, problem)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
@@ -214,7 +214,7 @@ def generate(
 
 
 class _Modules:
-    """The forward and the backward of a graph, as they are compiled or loaded."""
+    """The forward and the backward of a graph while they are compiled or loaded."""
 
     def __init__(self, partitioner: PlanPartitioner, whole: WholeStep | None) -> None:
         self.callables: dict[str, ReplaceableCallable] = {}
@@ -222,17 +222,17 @@ class _Modules:
         self._partitioner, self._whole = partitioner, whole
 
     def loaded(self, which: str, run: Callable[..., Any]) -> ReplaceableCallable:
-        """The callable in the place of a loaded or compiled forward or backward."""
+        """The callable that replaces a loaded or compiled forward or backward."""
         self.callables[which] = ReplaceableCallable(run)
         return self.callables[which]
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
-        """Inductor's `inner_compile`, which compiles one of them."""
+        """Inductor's `inner_compile`, which compiles the forward or the backward."""
         which = "backward" if kwargs.get("is_backward") else "forward"
         joint, whole = self._partitioner.joint, self._whole
         if which == "forward" and joint is not None:
             self.num_symbols += saved_symbols(module, joint.capture.num_fwd_outputs)
-        # A planned graph has its layouts already (`with_channels_last`); other layouts would be other bytes.
+        # A planned graph has its layouts already (`with_channels_last`); other layouts would take other bytes.
         choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference")) and whole is None
         if whole is not None:
             module, more = whole.plan(module, self._partitioner.task_for(module))

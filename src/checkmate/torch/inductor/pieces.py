@@ -1,10 +1,10 @@
-"""Regions that run piece by piece under Inductor: which ones, and their ops written out piece by piece.
+"""Regions that run piece by piece under Inductor: their choice, and their ops written out piece by piece.
 
-In a plan a region is one op, ``checkmate::chunked``. Before code is generated, the op is replaced by the ops of its pieces, one
-piece after the other, so that Inductor fuses what is in a piece as it fuses everything else, and memory is counted in its code.
+In a plan a region is one op, ``checkmate::chunked``. Before code is generated, the ops of its pieces replace the op, one piece
+after the other: Inductor fuses the ops in a piece like all others, and their memory is counted in its code.
 
 Only regions that compute nothing twice run in pieces, such as the head of a language model with its loss in a whole step. They do
-at every budget, because sums over pieces change bits: a plan for any budget has the bits of the one that keeps everything.
+so at every budget, because sums over pieces change bits: all plans have the bits of the plan that keeps everything.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ torch.library.register_fake("checkmate::pick", _pick, lib=_library)
 
 
 def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Node], bool]) -> tuple[Capture, list[RegionGroup]]:
-    """A captured step in which the regions that compute nothing twice run piece by piece, in as few pieces as are offered."""
+    """A captured step in which the regions that compute nothing twice run piece by piece, in the fewest offered pieces."""
     step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
     variants = ChunkChoices(step, Chunks(exact=False, allows=allows, recomputes_nothing=True))
     chosen: list[RegionGroup] = []
@@ -76,7 +76,7 @@ def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Nod
 
 
 def with_fused_pieces(costs: Costs) -> Costs:
-    """Costs of ops, with the workspace that regions in pieces have when Inductor fuses the ops of a piece."""
+    """Costs of ops, with the workspace of regions in pieces if Inductor fuses the ops of a piece."""
     return with_workspace(costs, CHUNKED, _fused_bytes)
 
 
@@ -85,7 +85,7 @@ _FUSED_BYTES: dict[str, int] = {}
 
 
 def _fused_bytes(node: fx.Node) -> int:
-    """Bytes that a region in pieces needs besides its results, as predicted for the code of its pieces."""
+    """Bytes that a region in pieces needs in addition to its results, as predicted for the code of its pieces."""
     key = program_of(node).key
     if key not in _FUSED_BYTES:
         graph = fx.Graph()
@@ -111,7 +111,7 @@ def _input(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with the ops of the pieces in place of those that run them."""
+    """The module with the ops of the pieces in place of the ops that run them."""
     if not any(node.target in {CHUNKED, SCALE} for node in module.graph.nodes):
         return module
     written = fx.GraphModule(module, copy_graph(module.graph))
@@ -127,7 +127,7 @@ def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _PieceWriter:
-    """Writes the ops of the pieces of an op before it."""
+    """Writes the ops of the pieces of an op in front of the op."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node, self._graph = node, node.graph
@@ -136,7 +136,7 @@ class _PieceWriter:
         self._about = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
     def replace(self) -> None:
-        """Write the ops and remove the op that they take the place of."""
+        """Write the ops, and remove the op that they replace."""
         operands: list[fx.Node] = self._node.args[0]  # type: ignore[assignment]
         program = self._program
         cut: dict[int, list[fx.Node]] = {i: [] for i, is_sum in enumerate(program.sums) if not is_sum}
@@ -153,7 +153,7 @@ class _PieceWriter:
             result = results[item.args[1]]  # type: ignore[index]
             item.replace_all_uses_with(result)
             self._graph.erase_node(item)
-            result.name = item.name  # the backward calls what it is given by the names of the forward's outputs
+            result.name = item.name  # the inputs of the backward have the names of the forward's outputs
         self._graph.erase_node(self._node)
 
     def _run(self, body: fx.Graph, operands: Sequence[fx.Node], cut: dict[int, list[fx.Node]], sums: dict[int, fx.Node]) -> None:
@@ -162,7 +162,7 @@ class _PieceWriter:
         inputs = body.find_nodes(op="placeholder")
         env = dict(zip(inputs, operands, strict=False))
         targets = dict(zip(inputs[len(operands) :], given, strict=False))
-        buffers = set(inputs[len(operands) + len(given) :])  # Inductor allocates what is written to these
+        buffers = set(inputs[len(operands) + len(given) :])  # Inductor allocates the results that are written to these
         env.update({target: sums[i] for target, i in targets.items() if i in sums})
         for node in body.nodes:
             if node.op != "call_function" or not buffers.isdisjoint(node.all_input_nodes):
@@ -175,7 +175,7 @@ class _PieceWriter:
             if i in sums:
                 sums[i] = env[target]
             else:
-                env[target].meta["inductor_realize_to_strides"] = True  # now, and not where the results are read
+                env[target].meta["inductor_realize_to_strides"] = True  # now, and not when the results are read
                 cut[i].append(env[target])
         terms = (env[term] for term in body.output_node().args[0])  # type: ignore[union-attr]
         sums.update(zip((i for i, is_sum in enumerate(self._program.sums) if is_sum and i not in sums), terms, strict=True))
@@ -200,10 +200,10 @@ class _PieceWriter:
                 return self._call(_functional(node), args, kwargs)
 
     def _pick(self, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-        """Pick numbers from a tensor; where it is a difference, from what is subtracted from.
+        """Pick numbers from a tensor; if the tensor is a difference, from its minuend.
 
-        A loss picks log-probabilities: logits without the logarithm of their row's sum. Picked from the logits before that sum is
-        known, and by a separate kernel, they are no reason not to write the gradient of the logits over them.
+        A loss picks log-probabilities: logits minus the logarithm of their row's sum. A separate kernel picks from the logits
+        before that sum is known: the gradient of the logits can then be written over them.
         """
         subtracted: list[fx.Node] = []
         while source.target is aten.sub.Tensor and not source.kwargs and _is_like(source.args[1], index):
@@ -219,7 +219,7 @@ class _PieceWriter:
         return total if total.meta["val"].dtype is dtype else self._call(_CONVERT, (total, dtype))
 
     def _assembled(self, parts: Sequence[fx.Node], cuts: Sequence[Slices]) -> fx.Node:
-        """The tensor of its slices, in the order of the pieces, which go through the last dimension that is cut first."""
+        """The tensor that consists of slices in the order of the pieces; the last dimension that is cut varies fastest."""
         if len(parts) == 1:
             return parts[0]
         rows = []
@@ -244,12 +244,12 @@ _WRITES_FIRST = frozenset({aten.copy_.default, aten.add_.Tensor, aten.addmm_.def
 
 
 def _is_like(value: Any, index: fx.Node) -> bool:
-    """Whether as many numbers are subtracted as are picked: the same for all numbers of a row."""
+    """Whether the subtrahend has one number for each picked number: the same for all numbers of a row."""
     return isinstance(value, fx.Node) and value.meta["val"].shape == index.meta["val"].shape
 
 
 def _functional(node: fx.Node) -> Any:
-    """The overload that returns a new tensor, of an op that may write to a given one."""
+    """The overload of an op that returns a new tensor, if the op may write to a given tensor."""
     if not (name := out_argument(node)):
         return node.target
     packet = node.target.overloadpacket  # type: ignore[union-attr]

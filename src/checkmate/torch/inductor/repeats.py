@@ -1,11 +1,11 @@
-"""Sequences of ops that repeat in a graph, moved into subgraphs, so that Inductor compiles each of them once.
+"""Sequences of ops that repeat in a graph, moved into subgraphs: Inductor compiles each of them once.
 
 The layers of a transformer are the same ops on tensors of the same sizes. Inductor lowers, schedules and generates the ops of a
-graph one by one, so that its time grows with the number of layers; a subgraph that is called several times is compiled at its
-first call. Layers that a plan treats alike repeat as a whole, and others in parts.
+graph one by one: its time grows with the number of layers. A subgraph that is called several times is compiled at its first call.
+Layers that a plan treats alike repeat as a whole, and others in parts.
 
-A sequence begins where an op of another library does, such as a matrix product, and ends before one. No loops are fused across
-such an op (see `scheduler`), so that a graph has the same kernels, and the same bits, with and without subgraphs.
+A sequence begins with an op of another library, such as a matrix product, and ends before the next one. No loops are fused across
+these ops (see `scheduler`): a graph has the same kernels, and the same bits, with and without subgraphs.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _LIBRARY_OPS = frozenset(
 
 
 def takes_subgraphs() -> bool:
-    """Whether Inductor compiles a subgraph once, and fuses what it would fuse without subgraphs."""
+    """Whether Inductor compiles a subgraph once, and fuses the same ops as without subgraphs."""
     fuses_products = inductor_config.max_autotune or inductor_config.max_autotune_gemm
     return not fuses_products and not inductor_config.cpp_wrapper
 
 
 def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> fx.GraphModule:
-    """The module with the sequences of ops that repeat in it as calls of subgraphs."""
+    """The module with calls of subgraphs in place of the sequences of ops that repeat in it."""
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
     if any(isinstance(n.meta.get("val"), torch.SymInt) for n in module.graph.nodes):
-        return module  # sizes are inputs of ops then, and differ in their expressions
+        return module  # symbolic sizes are inputs of ops, and their expressions differ
     found = list(_repeats(_parts(nodes)))
     if not found:
         return module
@@ -84,10 +84,10 @@ def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An op of another library with the ops that follow it; or one op that stays where it is."""
+    """An op of another library with the ops that follow it; or one op that stays in its place."""
 
     nodes: tuple[fx.Node, ...]
-    token: str | None  # what is equal for parts that may be equal; None if it stays where it is
+    token: str | None  # the same for parts that may be equal; None if it stays in its place
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
@@ -104,7 +104,7 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
 
 
 def _can_move(node: fx.Node) -> bool:
-    """Whether a node may be in a subgraph: it has no effect, draws nothing, and has tensors of fixed sizes."""
+    """Whether a node may be in a subgraph: it has no effect, draws no random numbers, and has tensors of fixed sizes."""
     if node.target is operator.getitem:
         return isinstance(node.meta.get("val"), torch.Tensor) and not makes_views(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload) or any(n.op == "get_attr" for n in node.all_input_nodes):
@@ -118,7 +118,7 @@ def _can_move(node: fx.Node) -> bool:
 def _token(nodes: Sequence[fx.Node]) -> str:
     counted = [n for n in nodes if not _is_seed(n)]
     inside = {n: f"%{i}" for i, n in enumerate(counted)}
-    return sys.intern("\n".join(_line(n, lambda read: inside.get(read, "%")) for n in counted))  # many are compared
+    return sys.intern("\n".join(_line(n, lambda read: inside.get(read, "%")) for n in counted))  # many tokens are compared
 
 
 def _is_seed(node: fx.Node) -> bool:
@@ -126,7 +126,7 @@ def _is_seed(node: fx.Node) -> bool:
 
 
 def _line(node: fx.Node, name: Any) -> str:
-    """An op as text, with names for what it reads."""
+    """An op as text, with names for its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Name(name(n)))  # type: ignore[misc]
     realized = "inductor_realize_to_strides" in node.meta
     return f"{node.target} {args!r} {kwargs!r} {_sizes(node.meta.get('val'))} {realized}"
@@ -152,14 +152,14 @@ class _Sequence:
     """Nodes that follow each other, as a subgraph would have them."""
 
     nodes: tuple[fx.Node, ...]
-    copied: tuple[fx.Node, ...]  # nodes before them that are copied into the subgraph: views of inputs, and constants
-    inputs: tuple[fx.Node, ...]  # nodes before them that they read
-    outputs: tuple[fx.Node, ...]  # those of the nodes that are read after them
-    remade: tuple[fx.Node, ...]  # those of the nodes that are read after them and made again there: views, and constants
+    copied: tuple[fx.Node, ...]  # earlier nodes that are copied into the subgraph: views of inputs, and constants
+    inputs: tuple[fx.Node, ...]  # earlier nodes that they read
+    outputs: tuple[fx.Node, ...]  # nodes of the sequence that later nodes read
+    remade: tuple[fx.Node, ...]  # nodes of the sequence that are computed again after it: views, and constants
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> _Sequence:
-        """The sequence of some nodes. The seeds of random ops are no part of it: each has another number."""
+        """The sequence of some nodes, without the seeds of random ops: each seed has another number."""
         nodes = [n for n in nodes if not _is_seed(n)]
         inside = set(nodes)
         copied, inputs, remade, outputs = (dict[fx.Node, None]() for _ in range(4))
@@ -174,7 +174,7 @@ class _Sequence:
 
     @property
     def text(self) -> str | None:
-        """Text that is equal for sequences that are the same subgraph; None if they cannot be one."""
+        """A text that is equal for sequences with the same subgraph; None if they cannot be one."""
         if not self.outputs or not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (*self.inputs, *self.outputs)):
             return None
         names = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.copied, *self.nodes))}
@@ -196,7 +196,7 @@ class _Sequence:
 
 
 def _walk(node: fx.Node, on_side: Callable[[fx.Node], bool], free: dict[fx.Node, None], others: dict[fx.Node, None]) -> None:
-    """Find the nodes on one side from which a node is made: those that cost nothing, and the others that these read."""
+    """Find the nodes on one side from which a node is computed: nodes that cost nothing, and the others that these read."""
     if not on_side(node) or node in free:
         return
     if _is_free(node):
@@ -208,7 +208,7 @@ def _walk(node: fx.Node, on_side: Callable[[fx.Node], bool], free: dict[fx.Node,
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node costs nothing to make again: a view, or a constant that Inductor puts in the place of its readers."""
+    """Whether it costs nothing to compute a node again: a view, or a constant that Inductor inlines into its readers."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _can_move(node):
         return False
     return makes_views(node) or not node.all_input_nodes
@@ -247,7 +247,7 @@ class _Storages:
         return cls(owner, {n: reader for n, reader in last.items() if n not in fixed})
 
     def dies(self, node: fx.Node, call: fx.Node) -> bool:
-        """Whether a call reads a storage last, and through no other of its operands."""
+        """Whether a call reads a storage last, and through only one of its operands."""
         owner = self.owner[node]
         alone = sum(self.owner[n] is owner for n in _operands(call)) == 1
         return alone and self.last.get(owner) is call and (owner is node or node.op == "placeholder")
@@ -273,12 +273,12 @@ def _call(graph: fx.Graph, name: str, sequence: _Sequence) -> fx.Node:
     for node in reversed(sequence.nodes):
         graph.erase_node(node)
     for node, new in made.items():
-        new.name = node.name  # AOTAutograd knows what a forward saves by its names
+        new.name = node.name  # AOTAutograd knows the saved tensors of a forward by name
     return call
 
 
 def _repeats(parts: Sequence[_Part]) -> Iterator[list[_Sequence]]:
-    """The occurrences of each sequence that repeats, those that save most first."""
+    """The occurrences of each sequence that repeats, those that save most nodes first."""
     ends = list(accumulate((len(p.nodes) for p in parts), initial=0))
     free = [True] * len(parts)
 
@@ -302,7 +302,7 @@ def _repeats(parts: Sequence[_Part]) -> Iterator[list[_Sequence]]:
         gain = saved(places, length)
         if gain < 64:  # fewer nodes are not worth a subgraph
             continue
-        if todo and gain < -todo[0][0]:  # others have taken some of its places
+        if todo and gain < -todo[0][0]:  # other sequences have taken some of its places
             heappush(todo, (-gain, length, places))
             continue
         by_text: dict[str, list[tuple[int, _Sequence]]] = {}

@@ -1,9 +1,9 @@
-"""Choose the next plan to compile, where the memory of a compiled plan is known only by measuring it.
+"""Chooses the next plan to compile; only measuring shows the memory of a compiled plan.
 
-Monotone bounds. A larger budget should never give a slower step, nor a smaller budget a larger peak; measured peaks do not have
-that property by themselves, since each budget is answered from a few trials. The answers of earlier runs are therefore stored
-(`PlanStore`). The plan for a budget has to have a measured peak between the largest answer to a smaller budget and the smallest
-answer to a larger one; only if no trial is in that range is a plan outside it returned.
+Monotone bounds. A larger budget should never give a slower step, nor a smaller budget a larger peak. Measured peaks do not have
+that property by themselves, since each budget is answered from a few trials. Therefore the answers of earlier runs are stored
+(`PlanStore`). The plan for a budget must have a measured peak between the largest answer to a smaller budget and the smallest
+answer to a larger one; a plan outside of that range is returned only if no trial is inside.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class CompiledPlan:
 class CalibratedSearch:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
-    The compiler calls `plan`, and `choose` has it compile again. Where several ranks plan together, rank 0 chooses for all of
-    them, from the largest memory of any rank; every rank then makes the same calls in the same order. The fingerprint is a hash
-    of everything except the graph that decides on the measured memory of a compiled plan.
+    The compiler calls `plan`, and `choose` has it compile again. If several ranks plan together, rank 0 chooses for all of them,
+    from the largest memory of any rank; every rank then makes the same calls in the same order. The fingerprint is a hash of
+    everything except the graph that decides the measured memory of a compiled plan.
     """
 
     chains: ContractChains  # the graph with its chains contracted, once `plan` has seen it
@@ -65,24 +65,24 @@ class CalibratedSearch:
         self._fingerprint = compiler_fingerprint
         self._digest = ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
-        self._share: StepAllotment | None = None  # whose order is compiled
-        self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
+        self._share: StepAllotment | None = None  # the allotment whose order is compiled
+        self._order: tuple[int, ...] = ()  # of the next plan to compile, or of the newest compiled one
         self._target_bytes = 0
         # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
         self._least_bytes = self._most_bytes = 0
 
     @property
     def measures(self) -> bool:
-        """Whether there is a budget, so that steps have to be measured."""
+        """Whether steps have to be measured, for a budget."""
         return self._options.budget is not None
 
     def plan(self, graph: Graph, trailing: frozenset[int] = frozenset()) -> tuple[Graph, Result]:
         """The captured graph, with the figures that the ranks agreed on, and the plan to compile now.
 
-        Some of its ops reduce trailing dimensions. A step must trace to the same graph at every compilation.
+        ``trailing`` has the ops that reduce trailing dimensions. A step must trace to the same graph at every compilation.
         """
         graph, result = self._compilation.request.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
-        if not self._leads:  # the order of the trial is that which rank 0 chose
+        if not self._leads:  # rank 0 chose the order of the trial
             if not self._digest:
                 self._contract(graph, trailing)
             given = self._options.plan is not None
@@ -111,13 +111,13 @@ class CalibratedSearch:
             self.limit_bytes = self._most_bytes = self.budget_bytes - contracted.resident_bytes
 
     def _begin(self, graph: Graph) -> None:
-        """Choose the plan that is compiled first."""
+        """Choose the first plan to compile."""
         contracted = self.chains.contracted
         self._store = PlanStore(f"{msgspec.structs.replace(contracted, resident_bytes=0).digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
             self._fixed, self._order = True, self._keeps_everything()
             return
-        # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is a compilation.
+            # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is as long as a compilation.
         self._replanner = Replanner(contracted, self._options, gap=0.01)
         self._policy = Proportional(least_cost=contracted.cost)
         share = self._compilation.planner.allotment(graph)
@@ -154,12 +154,12 @@ class CalibratedSearch:
     ) -> int | None:
         """Index of the cheapest compilation whose measured memory keeps the budget; None if none does.
 
-        A compilation that was just made may have counted its memory in its code. Others are made where another plan is worth it,
-        and any can be measured by its index.
+        The code of a new compilation may tell its counted memory. Others are made if another plan is worth it, and any
+        compilation can be measured by its index.
         """
         while True:
-            # Inductor generates no code for what it has in its cache: then an earlier run has measured it. Several ranks measure
-            # always: one that has the code in its cache, and measures alone, would wait in its collectives for the others.
+            # Inductor generates no code for a graph in its cache: an earlier run has measured it. Several ranks always measure: a
+            # rank that had the code in its cache, and measured alone, would wait in its collectives for the others.
             counted = None if self._ranks is not None else counted
             self._record(counted or self._measured_before() or measure(len(self.trials)), measured=counted is None)
             if not self._from_rank0("whether to compile again", self._another):
@@ -172,13 +172,13 @@ class CalibratedSearch:
             counted = compile_again()
 
     def _measured_before(self) -> StepMemory | None:
-        """Memory of the plan that was compiled last as an earlier run measured it; None if it is not known on every rank."""
+        """Memory of the newest compiled plan as an earlier run measured it; None if it is not known on every rank."""
         if self._ranks is not None or self._fixed:
             return None
         return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
 
     def _record(self, memory: StepMemory, *, measured: bool) -> None:
-        """Record the memory of the plan that was compiled last: the largest of any rank."""
+        """Record the memory of the newest compiled plan: the largest of any rank."""
         memory, measured = self._largest(memory, measured)
         graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
@@ -197,7 +197,7 @@ class CalibratedSearch:
         self._remember(trial)
 
     def _correct(self, index: int, memory: StepMemory) -> None:
-        """Replace the memory that was counted for a plan by the measured one, the largest of any rank."""
+        """Replace the counted memory of a plan by the measured one, the largest of any rank."""
         memory, _ = self._largest(memory, measured=True)
         trial = self.trials[index]
         _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))
@@ -218,8 +218,8 @@ class CalibratedSearch:
         return True
 
     def _best(self) -> int | None:
-        """Index of the cheapest trial whose peak keeps the budget; a measured one is stored as the answer."""
-        if self._share is not None:  # it has to leave room for the rest of its step
+        """Index of the cheapest trial whose peak keeps the budget; a measured trial is stored as the answer."""
+        if self._share is not None:  # it must leave room for the rest of its step
             return 0 if self.trials[0].outcome.memory.within(self._share.limit) else None
         fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
         if self._fixed:
@@ -258,7 +258,7 @@ class CalibratedSearch:
         if self.trials and self.trials[-1].within(limit):
             last = self.trials[-1].outcome
             if last.memory.peak_bytes >= 0.985 * self._predicted(last.order):
-                return None  # it is what was predicted, so that another search would choose the same plan
+                return None  # as predicted: another search would choose the same plan
         found = self._predicted_to_fit(limit)
         if found is None or found.cost > policy.worthwhile_cost(self.trials, limit):
             return None
@@ -266,7 +266,7 @@ class CalibratedSearch:
         return found.outcome
 
     def _predicted_to_fit(self, limit_bytes: int) -> Trial[tuple[int, ...]] | None:
-        """The cheapest plan whose code is predicted to keep the limit, or the one that comes closest; None if none is found."""
+        """The cheapest plan whose code is predicted to keep the limit, or the plan closest to that; None if none is found."""
         graph = self.chains.contracted
         predictions: Calibration[tuple[int, ...]] = Calibration(limit_bytes, replace(self._policy, most_trials=6))
         while (target := predictions.next_target()) is not None:
@@ -296,10 +296,10 @@ class CalibratedSearch:
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
 
     def _corrected(self, predicted_bytes: int) -> int:
-        """A predicted peak, corrected by what the trials so far were found to need.
+        """A predicted peak, corrected by the memory of the trials so far.
 
-        One trial says what the compiler adds to any plan. What it adds need not shrink with the plan: two say by how much a
-        step shrinks for each byte that is predicted.
+        One trial tells the memory that the compiler adds to any plan. This memory need not shrink with the plan: two trials tell
+        by how much a step shrinks for each predicted byte.
         """
         known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self.trials]
         if not known:
@@ -314,13 +314,13 @@ class CalibratedSearch:
 
 
 def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
-    """The computations of a plan in the order of the graph wherever that keeps a limit.
+    """The computations of a plan in the order of the graph, except near computations for which that exceeds a limit.
 
-    A search for plans orders the ops of equal layers differently where that makes no difference to it. To Inductor it makes one:
-    layers that are equal op for op are compiled once (see `repeats`).
+    A search for plans may order the ops of equal layers differently, because it makes no difference to the search. It makes a
+    difference to Inductor: layers that are equal op for op are compiled once (see `repeats`).
 
-    Every op is computed first where the graph has it, and again just before it is read. Where that takes more than the limit,
-    the computations around keep the order that they have.
+    Every op is computed first at its place in the graph, and again just before it is read. If that takes more than the limit,
+    the computations around keep their order.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
@@ -334,7 +334,7 @@ def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tupl
     if len(places) < len(order):
         return order
     over: set[int] = set()
-    reach = 4  # computations before and after one that takes too much that keep their old order, at first
+    reach = 4  # at first, so far around a computation that takes too much, the old order stays
     while reach < 2 * len(order):
         near = {q for p in over for q in range(p - reach, p + reach + 1)}
         mixed: list[int] = []
@@ -355,7 +355,7 @@ def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tupl
 
 
 def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Places in an order: first computations in the order of the graph, and every other one before its first reader."""
+    """Places in an order: first computations in the order of the graph, and all others before their first reader."""
     newest: dict[int, int] = {}
     first: dict[int, int] = {}
     sources: list[list[int]] = []
@@ -377,7 +377,7 @@ def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
 
 
 def _bytes_by_computation(plan: Plan, by_step: Sequence[int]) -> list[int]:
-    """The most bytes from each computation to the next."""
+    """The most bytes from each computation to the next one."""
     found: list[int] = []
     for step, held in zip(plan.steps, by_step, strict=True):
         if isinstance(step, Compute):

@@ -1,8 +1,8 @@
-"""Inductor's configuration for a compilation: what the user asked for, and the decisions that are left to the plan.
+"""Inductor's configuration for a compilation: the settings of the user, and the decisions that are left to the plan.
 
-``mode`` and ``inductor_options`` mean what ``mode`` and ``options`` mean to ``torch.compile`` with its own backend: both are
-patches of Inductor's configuration, and an option overrides the same one of the mode. What was measured for a compiled plan is
-stored under a hash of all of it.
+``mode`` and ``inductor_options`` mean the same as ``mode`` and ``options`` of ``torch.compile`` with its own backend: both are
+patches of Inductor's configuration, and an option overrides the same option of the mode. Measurements of a compiled plan are
+stored under a hash of all of these settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("checkmate.torch")
 PLANNED_SETTINGS: dict[str, Any] = {
     "reorder_for_peak_memory": False,  # it would undo the order of the plan
     "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of equal size: up to 15 % above the planned peak
-    "memory_planning": False,  # it allocates pools, which live longer than what is in them
+    "memory_planning": False,  # it allocates pools, which live longer than the tensors in them
 }
 """Decisions of Inductor that are left to the plan."""
 
@@ -35,7 +35,7 @@ _INSTALLED = {
     "custom_partitioner_fn": "the plan enters there",
     "inductor_choices_class": "the choices that keep ops apart in time are installed there",
 }
-"""Options whose place is taken, with the reason."""
+"""Options that a plan does not allow, with the reason."""
 
 _CUDA_GRAPHS = "triton.cudagraphs"
 
@@ -46,7 +46,7 @@ def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
         _refuse(given.replace("-", "_"), given, value)
     try:
         patches = stock_patches(options.mode, dict(options.inductor_options))
-    except RuntimeError as error:  # a value of another type
+    except RuntimeError as error:  # the value has another type
         raise OptionError(f"inductor_options: {error}", hint="see torch._inductor.config for the type of each option") from None
     wanted = patches.get(_CUDA_GRAPHS, inductor_config.triton.cudagraphs)
     if wanted and "cuda" not in device_types:
@@ -84,7 +84,7 @@ def _refuse(name: str, given: str, value: Any) -> None:
 def compiler_fingerprint(
     inputs: Sequence[Any], options: Options, patches: Mapping[str, Any], dynamic: Sequence[tuple[int, int]] = ()
 ) -> str:
-    """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
+    """Hash of everything except the graph that decides the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     settings = {
         "checkmate": sources_digest(),

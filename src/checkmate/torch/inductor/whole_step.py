@@ -1,8 +1,8 @@
 """Whole steps under Inductor: forward, backward and updates in one graph, in the order of a plan.
 
 ``checkmate::update`` is one op, which Inductor could neither compile nor fuse with the op that computes the gradient. It is
-replaced in a graph that already has the order of its plan: the optimizer's ``step`` is traced for one parameter, as
-`torch.compile` traces it, with state and learning rate as inputs. Parameter and state are overwritten where the update was.
+replaced in a graph that already has the order of its plan. The optimizer's ``step`` is traced for one parameter, as in
+`torch.compile`, with state and learning rate as inputs. Parameter and state are overwritten at the place of the update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from checkmate.torch.joint.capture import with_workspace
 from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {
-    "reorder_for_locality": False,  # only done to graphs without a backward of their own; it would undo the order of the plan
+    "reorder_for_locality": False,  # only done to graphs that have no separate backward; it would undo the order of the plan
 }
 """Decisions of Inductor on whole steps that are left to the plan."""
 
@@ -45,7 +45,7 @@ class WholeStep:
         self._trial: list[Any] | None = None
 
     def plan(self, module: fx.GraphModule, task: Task) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-        """The module that runs a plan, with all updates as ATen ops, and fake tensors for the inputs that it has in addition."""
+        """The module that runs a plan, with all updates as ATen ops, and fake tensors for its additional inputs."""
         # Inductor computes each update in one loop, without temporary tensors.
         costs = with_workspace(task.costs, UPDATE, lambda update: 0)
         planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
@@ -71,7 +71,7 @@ class WholeStep:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Run on a state of zeros inside, so that the optimizer's stays as it is."""
+        """Run on a state of zeros inside; the optimizer's state does not change."""
         rates = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
         self._trial = [*rates, *(t for each in self._parameters for t in each.zeros())]
         try:
@@ -116,7 +116,7 @@ class _ParameterState:
     like: dict[str, tuple[Any, ...]]  # name of each tensor to shape, strides, type and device
 
     def tensors(self, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The state as it is now, created if there is none yet; one that is the same as a known one is not checked again."""
+        """The present state, created if there is none yet; tensors that are known already are not checked again."""
         state = updates_of(self.key).state(self.index)
         tensors = [state.get(name) for name in self.like]
         if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
@@ -238,8 +238,8 @@ class _UpdateWriter:
     def _written(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         new = self._graph.node_copy(node, env.__getitem__)
         made = leaves(node.meta.get("val"))
-        # Numbers that an update computes from its step are rounded to the parameter's type, as kernels of torch do with them, and
-        # stored: a loop over a large tensor would compute them with vector instructions, to other bits from loop to loop.
+        # An update computes numbers from its step. They are rounded to the parameter's type, as in torch's kernels, and stored: a
+        # loop over a large tensor would compute them with vector instructions, to other bits from loop to loop.
         for read in new.all_input_nodes:
             value = read.meta["val"]
             if made and made[0].ndim and not value.ndim and value.dtype != made[0].dtype and read.op == "call_function":
@@ -277,4 +277,4 @@ _WITH_FACTOR: dict[Any, tuple[Callable[..., Any], bool]] = {
     torch.Tensor.addcdiv: (torch.div, False),
     torch.Tensor.addcdiv_: (torch.div, True),
 }
-"""Function with a factor -> what it adds, before that is multiplied by the factor; and whether it works in place."""
+"""Function with a factor -> the value that it adds, before the multiplication by the factor; and whether it works in place."""

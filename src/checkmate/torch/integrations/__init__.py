@@ -9,7 +9,7 @@ _MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "B
 
 
 def __getattr__(name: str) -> Any:
-    """Import an adapter when it is first used, so that only the library of that trainer needs to be installed."""
+    """Import an adapter at first use: only the library of that trainer needs to be installed."""
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

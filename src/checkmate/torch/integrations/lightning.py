@@ -1,4 +1,4 @@
-"""Lightning within the budget of the environment: its entry point ``lightning.pytorch.callbacks_factory`` leads here.
+"""Lightning within the budget of the environment: the module behind its entry point ``lightning.pytorch.callbacks_factory``.
 
 In a separate module, since it imports lightning.
 """
@@ -16,13 +16,13 @@ from checkmate.torch.integrations.script import TrainingReport, is_active, train
 
 
 def callbacks() -> list[Callback]:
-    """The callbacks for a new ``Trainer``: none if the environment has no budget, or the whole script is under one."""
+    """The callbacks for a new ``Trainer``: none if the environment has no budget, or the whole script has one."""
     budget = budget_of_environment()
     return [] if budget is None or is_active() else [WithinBudget(budget)]
 
 
 class WithinBudget(Callback):
-    """Compiles what the optimizers of ``Trainer.fit`` own within a budget, and tells the plans when it is over."""
+    """Compiles the modules of the optimizers of ``Trainer.fit`` within a budget, and reports the plans at the end."""
 
     def __init__(self, budget: str) -> None:
         self._budget = budget
@@ -30,7 +30,7 @@ class WithinBudget(Callback):
         self._report: TrainingReport | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin before the optimizers are made, unless another callback has begun: they do not end in the opposite order."""
+        """Begin before the optimizers are made, unless another callback has begun: callbacks do not end in the opposite order."""
         if stage == "fit" and not is_active():
             self._report = self._running.enter_context(training_within(self._budget))
 

@@ -1,8 +1,8 @@
-"""Trains what a script trains within a budget, without a change of the script.
+"""Trains the modules of an unchanged script within a budget.
 
-A module is compiled in place when it is called with gradients for the first time, if an optimizer owns parameters of it and no
-other such module is calling it: the outermost one that the script calls, which need not be the one that the script calls its
-model. Until then calls of every module with such parameters go through a `_FirstCall`.
+A module is compiled in place at its first call with gradients, if an optimizer owns parameters of it and no other module of this
+kind is calling it. The compiled module is the outermost one that the script calls, which need not be the one that the script
+calls its model. Until then calls of every module with parameters of an optimizer go through a `_FirstCall`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _log = logging.getLogger("checkmate.torch")
 class PlannedSteps:
     """Optimizer steps with the same plan."""
 
-    first: int  # number of the first one, from 1
+    first: int  # number of the first step, from 1
     last: int
     count: int
     peak_bytes: int
     budget_bytes: int
-    keep_all_bytes: int | None  # peak of keeping everything; None where the step was not planned as a whole
+    keep_all_bytes: int | None  # peak of keeping everything; None if the step was not planned as a whole
     overhead: float  # cost over the cost of computing each op once
-    gap: float  # share of the cost that may be left to gain
+    gap: float  # maximum share of the cost that a better plan could save
 
     def __str__(self) -> str:
         which = f"step {self.first}" if self.count == 1 else f"{self.count} of steps {self.first} to {self.last}"
@@ -102,7 +102,7 @@ class TrainingReport:
         return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
 
     def note(self, step: int) -> None:
-        """Take over the plan of an optimizer step that has run."""
+        """Record the plan of an optimizer step that has run."""
         self.steps = max(self.steps, step)
         result, whole = coordinator().result, coordinator().step
         if result is None:
@@ -124,7 +124,7 @@ class TrainingReport:
         self.planned.append(now)
 
     def end(self) -> None:
-        """Take over what was announced, and what the device measured."""
+        """Record the announced bytes, and the bytes that the device measured."""
         self.announced_bytes = coordinator().announced_bytes
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.measured_bytes = torch.cuda.max_memory_allocated()
@@ -145,9 +145,9 @@ def is_active() -> bool:
 
 @contextlib.contextmanager
 def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]:
-    """Context in which whatever an optimizer trains is compiled within a budget.
+    """Context in which every module that an optimizer trains is compiled within a budget.
 
-    What the code compiles itself, with another backend, is compiled within the budget instead.
+    Calls of `torch.compile` with another backend compile within the budget instead.
     """
     given = {"unplanned": "warn", **options, "budget": budget}
     Options.of(given)
@@ -166,17 +166,17 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
 
 
 class _FirstCall:
-    """Takes the calls of a module until it is trained: the first such call compiles it."""
+    """Takes the calls of a module until the first training call, which compiles the module."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self._module = weakref.ref(module)
         self._options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and compile it before if it is called to be trained."""
+        """Call the module; compile it before if the call is for training."""
         return self._call(*args, **kwargs)
 
-    @torch.compiler.disable  # the script may call it between the graphs of a function that it compiled
+    @torch.compiler.disable  # the script may call it between the graphs of a function compiled by the script
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
@@ -192,12 +192,12 @@ class _Training:
     def __init__(self, options: dict[str, Any], report: TrainingReport) -> None:
         self._options = options
         self._report = report
-        self._steps: dict[int, int] = {}  # by the identity of the optimizer
+        self._steps: dict[int, int] = {}  # number of steps, by the identity of the optimizer
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._said: set[str] = set()
 
     def init_of_optimizers(self) -> Callable[..., None]:
-        """The constructor of optimizers, which also looks for the modules whose parameters an optimizer is given."""
+        """The constructor of optimizers, which also looks for the modules of the optimizer's parameters."""
         original = torch.optim.Optimizer.__init__
 
         @functools.wraps(original)
@@ -240,7 +240,7 @@ class _Training:
         self._report.note(step)
 
     def end(self) -> None:
-        """Let calls of all modules go to the modules again, or to what was compiled of them."""
+        """Route calls of all modules to the modules again, or to their compiled code."""
         for module in _all_modules():
             _release(module)
         self._report.end()
@@ -252,14 +252,14 @@ class _Training:
 
 
 def _release(module: nn.Module) -> None:
-    """Let no `_FirstCall` take the calls of a module and of those in it."""
+    """Remove any `_FirstCall` from a module and from the modules in it."""
     for inner in module.modules():
         if isinstance(called_through(inner), _FirstCall):
             call_through(inner, None)
 
 
 def _all_modules() -> list[nn.Module]:
-    """Every module of the process. The type is looked at, since proxies of other libraries claim to be of other classes."""
+    """Every module of the process. Checked by type, because proxies of other libraries claim to be of other classes."""
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
 
 
@@ -272,7 +272,7 @@ def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
 
 
 def _is_ours(backend: Any) -> bool:
-    """Whether a backend is the one of this package, or one that it makes for itself."""
+    """Whether a backend belongs to this package."""
     function = getattr(backend, "func", backend)
     return backend == "checkmate" or str(getattr(function, "__module__", "")).partition(".")[0] == "checkmate"
 

@@ -34,9 +34,9 @@ class BudgetCallback(TrainerCallback):
     dict and its signature.
 
     Args:
-        budget: The memory that a training step may take, optimizer state included: ``"8GiB"`` or a number of bytes, or a share
-            such as ``"70%"``. None: that of the environment variable ``CHECKMATE_BUDGET``; without it everything is kept.
-        **options: Further options of the backend, such as ``time_limit_s``.
+        budget: Memory for a training step, optimizer state included: ``"8GiB"``, a number of bytes, or a share (``"70%"``). None:
+            the budget of the environment variable ``CHECKMATE_BUDGET``; without it everything is kept.
+        **options: Further options of the backend, for example ``time_limit_s``.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BudgetCallback("8GiB")])  # doctest: +SKIP
@@ -46,24 +46,24 @@ class BudgetCallback(TrainerCallback):
         self.options = {"budget": budget_of_environment() if budget is None else budget, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compile the model in place; the Trainer has created its optimizer by now, whose state counts."""
+        """Compile the model in place; the Trainer has already created its optimizer, whose state counts."""
         kwargs["model"].compile(backend="checkmate", options=self.options)
 
 
 class PeakCallback(TrainerCallback):
     """Log the planned and the measured peak of one step of Hugging Face's ``Trainer``.
 
-    The step is measured from its first forward to its last backward: on the CPU by torch's profiler, which slows down that
-    step, on CUDA by the allocator. Both peaks include resident bytes. They are added as ``planned_peak_bytes`` and
+    The step is measured from its first forward to its last backward: on the CPU by torch's profiler, which slows down this step,
+    on CUDA by the allocator. Both peaks include resident bytes. They are added as ``planned_peak_bytes`` and
     ``measured_peak_bytes`` to the trainer's next log entry and to ``log_history``.
 
     Args:
-        step: The step to measure, from 1. The first step compiles, and a budget that several graphs share holds from the
+        step: The step to measure, from 1. The first step compiles; a budget that several graphs share holds from the
             second step on.
 
     Attributes:
         planned_bytes: Planned peak of the step; None before the step, or if no graph is planned.
-        measured_bytes: Measured peak: parameters, gradients, optimizer state, and what was allocated above them. On the CPU it
+        measured_bytes: Measured peak: parameters, gradients, optimizer state, and bytes allocated above them. On the CPU it
             does not include the batch, which is allocated before the step begins.
     """
 
@@ -76,7 +76,7 @@ class PeakCallback(TrainerCallback):
         self._logged = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start measuring if this is the step."""
+        """Start measuring if this step is the one to measure."""
         if state.global_step + 1 != self.step or profiler_running():
             return
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -88,7 +88,7 @@ class PeakCallback(TrainerCallback):
         self._peak = lambda: resident + trace.peak()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop measuring: the memory of ``optimizer.step()`` is in no plan."""
+        """Stop measuring: no plan includes the memory of ``optimizer.step()``."""
         if self._peak is None:
             return
         self._running.close()

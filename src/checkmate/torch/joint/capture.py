@@ -43,7 +43,7 @@ Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
 
 
 def with_workspace(costs: Costs, target: object, bytes_of: Callable[[fx.Node], int]) -> Costs:
-    """Costs of ops, of which one has another workspace than it has when it runs as it is."""
+    """Costs of ops, with ``bytes_of`` as the workspace of the ops with one target."""
 
     def changed(nodes: Sequence[fx.Node]) -> list[OpCost]:
         found = zip(nodes, costs(nodes), strict=True)
@@ -66,8 +66,8 @@ class Capture:
 
     graph: Graph
     joint: fx.GraphModule  # unchanged
-    members: tuple[Member, ...]  # of each op
-    num_fwd_outputs: int  # of the joint outputs; all of them in a whole step
+    members: tuple[Member, ...]  # nodes of each op
+    num_fwd_outputs: int  # number of joint outputs that are the forward's; all in a whole step
     value_of: Mapping[fx.Node, int] = field(default_factory=dict)  # of nodes that return one tensor, getitems and tangents too
 
     @property
@@ -96,9 +96,9 @@ def capture_joint(
 
     ``num_fwd_outputs`` is None for a whole step with gradients and updates: it has no boundary, and all of its outputs are live
     at its end. With ``hold_outputs`` the caller holds the forward's outputs to the end of the step; otherwise they can be freed
-    when the backward begins, unless it reads them. With ``hold_last`` the caller still holds what the step before returned, as
-    in ``prediction, loss = step(x, y)``. ``extra_resident_bytes`` are besides the inputs of the graph, such as existing
-    gradients and optimizer state.
+    when the backward begins, unless it reads them. With ``hold_last`` the caller still holds the results of the step before, as
+    in ``prediction, loss = step(x, y)``. ``extra_resident_bytes`` are resident bytes besides the inputs of the graph, for example
+    existing gradients and optimizer state.
 
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
@@ -111,14 +111,14 @@ def capture_joint(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedGraph:
-    """A captured graph with a boundary, and how its values relate to its arguments and results."""
+    """A captured graph with a boundary, and the values of its arguments and results."""
 
     graph: Graph
     readers: tuple[tuple[int, ...], ...]  # ops that read each input
     views: Mapping[int, int]  # values that are views of an input, with the input
-    returned: tuple[int | None, ...]  # value of each result of the forward; None for a number, and for an input that is handed on
-    tangents: tuple[int | None, ...]  # value of each gradient that the backward is given; None where the graph does not read it
-    gradients: tuple[int | None, ...]  # value of each result of the backward, the gradient of an input; None where there is none
+    returned: tuple[int | None, ...]  # value of each result of the forward; None for a number or an input
+    tangents: tuple[int | None, ...]  # value of each gradient passed to the backward; None if not read
+    gradients: tuple[int | None, ...]  # value of each result of the backward, an input's gradient, or None
 
     @property
     def boundary(self) -> int:
@@ -152,9 +152,9 @@ def captured_graph(capture: Capture) -> CapturedGraph:
 
 
 def reads_of_overwritable(captured: CapturedGraph, overwritable: Set[int]) -> frozenset[int]:
-    """Ops of a forward that read inputs which the backward of the plain step does not read.
+    """Ops of a forward that read inputs that the backward of the plain step does not read.
 
-    Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
+    Until a step has shown that the caller does not change these inputs, these ops may not be computed again in the backward.
     """
     readers = {k: set(captured.readers[k]) for k in overwritable}
     for o, op in enumerate(captured.graph.ops):
@@ -180,7 +180,7 @@ def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
 
 @dataclass(eq=False, slots=True)
 class _OpNodes:
-    """An op in the making: its node, getitems collected so far, and whether it belongs to the backward."""
+    """An op under construction: its node, the getitems so far, and whether it belongs to the backward."""
 
     node: fx.Node
     properties: OpProperties
@@ -245,10 +245,10 @@ class _Builder:
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
 
     def _collect(self) -> None:
-        """Group nodes into ops, and decide which belong to the backward.
+        """Group nodes into ops, and assign ops to forward or backward.
 
-        A whole step has no ``partitioner_tag``, because AOTAutograd traced it as an inference graph; there the mark of autograd
-        decides. In a joint graph all that depends on a tangent is backward, tagged or not: passes add nodes without tags.
+        A whole step has no ``partitioner_tag``, because AOTAutograd traced it as an inference graph: the mark of autograd
+        decides. In a joint graph all nodes that depend on a tangent are backward: passes add nodes without tags.
         """
         backward = {n for n in self.nodes if is_tangent(n)}
         sizes = size_arithmetic(self.nodes)
@@ -276,7 +276,7 @@ class _Builder:
     def _needed(self) -> set[fx.Node]:
         """Nodes that an output, a side effect or the random stream of the forward depends on; all others are dead code.
 
-        Random ops of the forward count although dead: they advance the generator, as in the user's program.
+        Dead random ops of the forward count too: they advance the generator, as in the user's program.
         """
         stack = [*self.forward_outputs, *self.backward_outputs]
         stack += [d.node for d in self._unique() if d.properties.effect or (d.properties.random and not d.backward)]
@@ -293,8 +293,8 @@ class _Builder:
     def _kept(self) -> tuple[set[int], set[int]]:
         """Values that are live at the end of the step, and values whose op must run exactly once.
 
-        The caller holds the storages that the forward returned. A second computation of one would be a second allocation,
-        so the op that allocates it runs once. A view of it may be computed again, since it refers to the same storage.
+        The caller holds the storages that the forward returned. A second computation would be a second allocation: the op that
+        allocates this storage runs once. A view of it may be computed again, since it refers to the same storage.
         """
         held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
@@ -302,8 +302,8 @@ class _Builder:
 
     def _op(self, op: _OpNodes, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = op.node
-        # No computation of this op is allowed after an op that overwrites what it reads. BatchNorm is exempt: recomputed
-        # without running statistics (partition/apply_plan.py), it does not read what it overwrites.
+        # No computation of this op is allowed after an op that overwrites one of its inputs. BatchNorm is exempt: recomputed
+        # without running statistics (partition/apply_plan.py), it does not read the statistics that it overwrites.
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
             later.add(self.boundary)
@@ -314,8 +314,8 @@ class _Builder:
             inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
-            # During a replay the generator's current state is saved, to be restored. A graph has no workspace for
-            # recomputations alone, so that it counts for every computation of a random op.
+            # A replay saves the generator's current state, to restore it. A graph has no workspace for recomputations alone:
+            # the state counts for every computation of a random op.
             workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (
@@ -340,11 +340,11 @@ def _order_pairs(
 ) -> tuple[tuple[int, int], ...]:
     """Pairs of ops ``(a, b)``: the first computation of ``a`` must come before the first computation of ``b``.
 
-    - Random ops keep their order, so that each draws the same numbers as in the original program; so do sequenced ops.
-    - Ops that overwrite one storage keep their order, and an op that reads it comes after the overwriters before it.
-      (That it comes before those after it is a constraint on all its computations: ``Op.clobbered_by``.)
+    - Random ops keep their order, and each draws the same numbers as in the original program; sequenced ops keep theirs too.
+    - Ops that overwrite one storage keep their order, and an op that reads it comes after the earlier overwriters. (That it comes
+      before the later ones is a constraint on all its computations: ``Op.clobbered_by``.)
     - Random ops, side effects and numbers of the forward come before the boundary: the caller sees them after the forward.
-    - Ops of the backward that allocate come after the boundary, since they would otherwise be computed in the forward.
+    - Ops of the backward that allocate come after the boundary; otherwise they would be computed in the forward.
     """
     random = [o for o, _, properties in listed if properties.random]
     sequenced = [o for o, _, properties in listed if properties.sequenced]

@@ -1,13 +1,13 @@
-"""Custom ops whose results depend on more than their inputs, and whose schemas do not say so: found by running them.
+"""Custom ops whose results depend on more than their inputs, without a mark in the schema: found by running them.
 
-An op that draws random numbers has a tag, by which PyTorch knows it. Custom ops often lack it, attention with dropout among them:
-computed again, they would give other numbers in the backward than in the forward, and wrong gradients. `torch.utils.checkpoint`
+An op that draws random numbers has a tag, by which PyTorch knows it. Custom ops often lack it, attention with dropout among
+them: a recomputation in the backward would give other numbers than the forward, and wrong gradients. `torch.utils.checkpoint`
 restores the generators around a whole region and needs no tag. Here each custom op runs twice on the same inputs from the same
 state of the generators:
 
-- If a generator moved, of the device that the op runs on, its state is replayed where the op is computed again.
+- If a generator of the op's own device moved, its state is replayed when the op is computed again.
 - If another one moved, or the results differ, there is a state that nothing here can replay: the op runs once.
-- If the op does not run alone, or if nothing may run, nothing is known of it: it runs once as well.
+- If the op does not run alone, or if nothing may run, its state is unknown: it runs once as well.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from checkmate.torch.measure.single_op import ready_to_run
 _log = logging.getLogger("checkmate.torch")
 
 _KNOWN: dict[str, Hidden | None] = {}
-"""Hidden state of each op, by its signature. Not kept for other processes: code of the same name may be other code there."""
+"""Hidden state of each op, by its signature. Not kept for other processes: the same name may mean other code there."""
 
 
 def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
-    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows."""
+    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`) for `op_properties`."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue

@@ -1,15 +1,15 @@
 """Values of a joint graph: allocations, views of them, and the FX node of each.
 
 A value of `checkmate.core.graph.Graph` that allocates is a storage; a view of it has 0 bytes and keeps the storage alive. FX
-graphs have tensors instead, several per storage, so that aliasing has to be recovered. It is exact because fake tensors share
-storages as the real ones will: two tensors alias if and only if their storage keys are equal. Without it a view would be
-counted as a second allocation, or freed separately from its base.
+graphs have tensors instead, several per storage, and aliasing has to be recovered. The recovery is exact because fake tensors
+share storages as the real ones will: two tensors alias if and only if their storage keys are equal. Without it a view would count
+as a second allocation, or be freed separately from its base.
 
-Cases in which an equal key alone would mislead:
+Cases in which equal keys alone would mislead:
 
 - A parameter, buffer, input or constant is allocated before the step; it and its views cost nothing (`_EXTERNAL`).
-- Two calls of one nested region are traced once and show the same fake results. Each call allocates at run time, so that a
-  result shares storage with its op's inputs or not at all, whatever earlier op had the same key.
+- Two calls of one nested region are traced once and show the same fake results. Each call allocates at run time: a result shares
+  storage with its op's inputs or not at all, even if an earlier op had the same key.
 - An op that writes in place returns the storage of its input, and is a view of it.
 """
 
@@ -61,15 +61,15 @@ class Values:
         return total
 
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Add the values of an op, one per output tensor, also of outputs without readers: they are allocated as well."""
+        """Add the values of an op, one per output tensor; outputs without readers are allocated too."""
         names = {_path(g, node): g.name for g in reversed(getitems)}
-        # A higher-order op never returns views of its inputs. An equal key comes from another call that was traced with it.
+        # A higher-order op never returns views of its inputs. An equal key comes from another call with the same trace.
         sources = [] if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes
         shared = {storage_key(t) for read in sources for t in leaves(read.meta.get("val"))}
         made: dict[tuple[int, ...], int] = {}
         for path, tensor in _tensors(node.meta.get("val")):
             if storage_key(tensor) not in shared:
-                self._owner.pop(storage_key(tensor), None)  # a new allocation, whichever earlier op had this key
+                self._owner.pop(storage_key(tensor), None)  # a new allocation, even if an earlier op had this key
                 shared.add(storage_key(tensor))
             made[path] = self._add(tensor, names.get(path, ".".join(map(str, (node.name, *path)))))
         if not made:

@@ -1,4 +1,4 @@
-"""PyTorch's CUDA allocator: how it is set up in this process, and what of a plan counts against a budget there."""
+"""PyTorch's CUDA allocator: its settings in this process, and the bytes of a plan that count against a budget."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _log = logging.getLogger("checkmate.torch")
 
 
 def allocator_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The allocator's settings by name, from the environment; empty where all are the defaults.
+    """The allocator's settings by name, from the environment; empty if all are the defaults.
 
     Examples:
         >>> allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:128"})
         {'expandable_segments': 'True', 'max_split_size_mb': '128'}
     """
     given = os.environ if environment is None else environment
-    # The one that wins comes first (c10/core/AllocatorConfig.cpp).
+    # The variable that overrides the others comes first (c10/core/AllocatorConfig.cpp).
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     text = next((given[name] for name in names if given.get(name)), "")
     pairs = (part.partition(":") for part in text.split(","))
@@ -41,10 +41,10 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted | None:
-    """The function that counts a plan against a budget on a CUDA device, or on a CPU; None where it is the live bytes alone.
+    """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
-    With segments of fixed sizes a block can be up to 1 MiB larger than what was requested. ``torch.cuda.max_memory_allocated``
-    counts that, and so the budget has to.
+    With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
+    whole blocks, and therefore the budget does too.
     """
     if budget_of == "reserved":
         return ReservedMemory(device)
@@ -56,7 +56,7 @@ def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted 
 class ReservedMemory:
     """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
 
-    Calling it predicts the bytes. On a CPU, which has no such allocator, it is only the prediction.
+    A call predicts the bytes. On a CPU, without this allocator, there is only the prediction.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -64,7 +64,7 @@ class ReservedMemory:
         self._checked = False
         self._unused_bytes = 0
         if device is not None:
-            torch.cuda.empty_cache()  # of what earlier work left; segments of what is resident stay, with what is unused in them
+            torch.cuda.empty_cache()  # blocks of earlier work; segments with resident memory stay, unused parts included
             self._unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -97,12 +97,12 @@ class ReservedMemory:
 
 
 def warm_up(device: torch.device | None) -> None:
-    """Have the matrix library of a CUDA device allocate its workspaces, so that they are among the resident bytes.
+    """Have the matrix library of a CUDA device allocate its workspaces, and thereby count them as resident bytes.
 
     cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, and PyTorch has a handle for each thread
-    (aten/src/ATen/cuda/CublasHandlePool.cpp): one for the thread that runs forwards, one for autograd's that runs backwards. They
-    come from the caching allocator at the first product. If that is the first product of a planned step, they are memory beside
-    the plan.
+    (aten/src/ATen/cuda/CublasHandlePool.cpp): one for the thread of the forward, one for the thread of autograd's backward. The
+    caching allocator allocates a workspace at the first product. If that product is in a planned step, the plan does not include
+    the workspace.
     """
     if device is not None:
         _products(device.type, device.index if device.index is not None else torch.cuda.current_device())
@@ -110,7 +110,7 @@ def warm_up(device: torch.device | None) -> None:
 
 @functools.cache
 def _products(kind: str, index: int) -> None:
-    """Multiply once in each thread, by both libraries, for the types of numbers that models are trained in."""
+    """Multiply once in each thread, by both libraries, for the dtypes of training."""
     device = torch.device(kind, index)
     with no_modes(), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):

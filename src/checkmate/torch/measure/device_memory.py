@@ -1,9 +1,9 @@
-"""Bytes that all tensors on a device take, and the optimizers whose state is among them or will be.
+"""Bytes of all tensors on a device, and the state of optimizers, existing or to come.
 
-On CUDA the caching allocator counts them. PyTorch has no such count on a CPU: there a look at all objects that Python's garbage
-collector tracks finds them, which takes a tenth of a second and more. So the C library's count of allocated memory, 40
-microseconds, tells whether a look is due (`LookDue`). Tensors that C++ alone holds, such as those which autograd has saved for an
-eager graph, are found through the graphs of the tensors that Python holds.
+On CUDA the caching allocator counts the bytes. PyTorch has no such count on a CPU: there a look at all objects that Python's
+garbage collector tracks finds the tensors, in a tenth of a second or more. The process therefore looks only when the C library's
+count of allocated memory, read in 40 microseconds, has grown (`LookDue`). Tensors that only C++ holds, for example those that
+autograd has saved for an eager graph, are found through the graphs of the tensors that Python holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeviceMemory:
     storages: Mapping[int, int] | None  # bytes of each by its key; None on CUDA, where the allocator only has the total
 
     def besides(self, known: Mapping[int, int]) -> int:
-        """Bytes that are not those of some storages, of which the bytes are known by their keys."""
+        """Bytes without those of the ``known`` storages: a map from key to bytes."""
         if self.storages is None:
             return max(0, self.total_bytes - sum(known.values()))
         return self.total_bytes - sum(size for key, size in self.storages.items() if key in known)
@@ -45,14 +45,14 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """The tensors on a CUDA device or the CPU now."""
     if device.type == "cuda":
         return DeviceMemory(torch.cuda.memory_allocated(device), None)
-    held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are found themselves
+    held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are tracked too
     storages: dict[int, int] = {}
     for tensor in itertools.chain(held, saved_by_autograd(held)):
         if tensor.dtype is torch.uint8 and tensor.numel() == cpu_rng_state_bytes():
             continue  # the state of a generator, which Dynamo keeps while it compiles
         try:
             storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as those of functorch and of lazy modules
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage, as in functorch and lazy modules
             continue
     return DeviceMemory(sum(storages.values()), storages)
 
@@ -64,7 +64,7 @@ def _instances(kind: type) -> Iterator[Any]:
 
 
 def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the state that the optimizers of some parameters on a device have yet to make in their first step."""
+    """Bytes of state that the optimizers of some parameters on a device will allocate in their first step."""
     trained = {id(p) for p in parameters}
     owners = [o for o in _instances(optim.Optimizer) if any(id(p) in trained for g in o.param_groups for p in g["params"])]
     alignment = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else 1
@@ -72,29 +72,29 @@ def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device
 
 
 _LEAST_GROWTH_BYTES = 1 << 15
-"""Growth of allocated memory that is no reason for a look. What Python itself allocates from step to step is below a kilobyte."""
+"""Growth of allocated memory that is no reason for a look. Python itself allocates less than a kilobyte from step to step."""
 
 
 @dataclass(slots=True)
 class LookDue:
-    """Whether the process has allocated so much since the last look that another one is due.
+    """Whether the process has allocated enough memory since the last look to make another one due.
 
-    Where the C library has no count of what it allocated, looks are in steps 1, 2, 4, 8 and so on.
+    If the C library has no count of its allocations, looks are in steps 1, 2, 4, 8 and so on.
     """
 
     heap_bytes: int = -_LEAST_GROWTH_BYTES  # allocated memory at the last look
-    growth_bytes: int = _LEAST_GROWTH_BYTES  # that makes a look due: twice as much after each that found no more tensors
+    growth_bytes: int = _LEAST_GROWTH_BYTES  # makes a look due; doubled by each look that found no more tensors
     steps: int = 0
     _total_bytes: int = 0
 
     def __bool__(self) -> bool:
-        """Whether one is due; called once in each step."""
+        """Whether a look is due; called once in each step."""
         self.steps += 1
         now = allocated_bytes()
         if now is None:
             return self.steps & (self.steps - 1) == 0
         due = now >= self.heap_bytes + self.growth_bytes or self.steps == 2
-        self.heap_bytes = min(self.heap_bytes, now)  # what is freed meanwhile must not hide what is allocated
+        self.heap_bytes = min(self.heap_bytes, now)  # memory that is freed must not hide memory that is allocated later
         return due
 
     def looked(self, total_bytes: int) -> None:
@@ -134,8 +134,8 @@ _log = logging.getLogger("checkmate.torch")
 def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
     """Bytes of an optimizer's state, including state that its first step has yet to allocate.
 
-    Exact for torch's optimizers that update each parameter independently of the others. For other optimizers state that does
-    not exist yet is unknown: it counts as zero, with a warning in the log. Tensors are rounded up to the allocator's alignment.
+    Exact for torch's optimizers that update each parameter independently of the others. Other optimizers' state that does not
+    exist yet is unknown: it counts as zero, with a warning in the log. Tensors are rounded up to the allocator's alignment.
     """
     missing = missing_state_bytes(optimizer, alignment)
     if missing is None:
@@ -148,15 +148,15 @@ def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
 
 
 def state_is_known(optimizer: optim.Optimizer) -> bool:
-    """Whether `state_bytes` is complete: the state exists already, or the optimizer is one whose state is known."""
+    """Whether `state_bytes` is complete: the state exists already, or can be computed for the optimizer."""
     return bool(optimizer.state) or updates_parameters_separately(optimizer)
 
 
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     """Bytes of temporary tensors during ``optimizer.step()`` on a type of device.
 
-    On ``"cuda"`` torch's default ``foreach`` implementation has temporaries of all parameters at once; on ``"cpu"`` the step
-    loops over parameters and has those of one.
+    On ``"cuda"`` torch's default ``foreach`` implementation has the temporaries of all parameters at once; on ``"cpu"`` the step
+    loops over parameters and has the temporaries of one.
     """
     sizes = [
         (temporary_count(optimizer, group) or 0) * p.numel() * p.element_size()
@@ -168,7 +168,7 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
 
 
 def missing_state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int | None:
-    """Bytes of the state that an optimizer has yet to allocate; None where that is not known before its first step."""
+    """Bytes of the state that an optimizer has yet to allocate; None if they are unknown before its first step."""
     missing = [
         (group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)
     ]
@@ -180,7 +180,7 @@ def missing_state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int |
 
 
 def _first_state_bytes(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, alignment: int) -> int:
-    """State that the first step allocates for a parameter, on its device: step counters may be in host memory."""
+    """State that the first step allocates for a parameter on the parameter's device; step counters may be in host memory."""
     state = initial_state(optimizer, group, torch.empty_like(parameter, device="meta"))
     tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
     on_device = [t for t in tensors if t.is_meta or alignment == 1]

@@ -1,8 +1,7 @@
-"""Estimates of the scratch memory of an op on a CPU, and of its time by a roofline, where it is not measured.
+"""Estimates for ops that are not measured: workspace on a CPU, and time by a roofline.
 
-Rules for the kernels of PyTorch 2.13, each with the bytes that were measured for it. An op without a rule counts with its largest
-argument or all of its results, whatever is more: kernels copy an argument that is not contiguous, or compute a result in a wider
-type.
+Rules for the kernels of PyTorch 2.13, each with its measured bytes. An op without a rule counts with its largest argument or with
+all of its results, whichever is more: kernels copy an argument that is not contiguous, or compute a result in a wider type.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 
 
 def estimated_workspace_bytes(node: fx.Node) -> int:
-    """Bytes that an op is estimated to allocate besides its results, while it runs on a CPU."""
+    """Estimated bytes that an op allocates besides its results, while it runs on a CPU."""
     if PIECES in node.meta:
         return pieces_workspace_bytes(node, estimated_workspace_bytes)
     if makes_views(node):
@@ -45,12 +44,12 @@ def estimated_workspace_bytes(node: fx.Node) -> int:
 
 
 def pieces_workspace_bytes(node: fx.Node, workspace_of: Callable[[fx.Node], int] = lambda op: 0) -> int:
-    """The most bytes that an op holds besides its operands and results while it runs its pieces, with the workspace of ops."""
+    """Maximum of bytes that an op holds besides its operands and results while it runs its pieces, workspace of ops included."""
     pieces: Pieces = node.meta[PIECES]
     first = pieces.graphs[0]
     terms = [value.meta["val"] for value in first.output_node().args[0]]  # type: ignore[union-attr]
     results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
-    # A sum in a wider type than its result's exists besides it at the end.
+    # At the end, a sum in a wider type exists besides its result.
     wider = [(term, made) for term, made in zip(terms, results, strict=True) if term.dtype is not made.dtype]
     sums = sum(storage_bytes(term) for term, _ in wider)
     not_yet = sum(storage_bytes(made) for _, made in wider)
@@ -61,7 +60,7 @@ def pieces_workspace_bytes(node: fx.Node, workspace_of: Callable[[fx.Node], int]
 
 
 def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: Callable[[fx.Node], int]) -> int:
-    """The most bytes of temporary tensors of a piece and workspace at once, besides the storages of sums, which are there."""
+    """Maximum of temporary tensors and workspace of a piece, in bytes, without the storages of sums, ``there`` already."""
     nodes = list(graph.nodes)
     given = {storage_key(t) for node in nodes if node.op == "placeholder" for t in leaves(node.meta.get("val"))}
     ends = {
@@ -71,7 +70,7 @@ def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: Callable[[f
         for t in leaves(read.meta.get("val"))
     }
     for node in nodes:
-        if out_argument(node):  # traced before it was given a tensor to write to
+        if out_argument(node):  # traced without its tensor to write to
             given.update(map(storage_key, leaves(node.meta.get("val"))))
     live: dict[int, int] = {}
     most = 0
@@ -113,7 +112,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
     """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up.
 
-    Other types than float32, for which it has no kernel on some processors, are products of the unfolded input there.
+    For types other than float32 it has no kernel on some processors: there they are products of the unfolded input.
     """
     values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
     blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
@@ -130,7 +129,7 @@ def _unfolded(node: fx.Node) -> int:
 
 
 def _rounded(value: torch.Tensor) -> int:
-    """How many times as many channels a blocked layout has, in blocks of 16, as with AVX-512."""
+    """Factor by which a blocked layout has more channels, in blocks of 16, as with AVX-512."""
     channels = concrete(value.shape[1]) if value.dim() > 2 else 16
     return -(-16 // channels) if 0 < channels < 16 else 2 if channels % 16 else 1
 
@@ -140,13 +139,13 @@ def _results(node: fx.Node, given: list[int], made: list[int]) -> int:
 
 
 def _indices(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """Indices are copied or counted."""
+    """The kernel copies or counts the indices."""
     values = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if not t.is_floating_point()]
     return 2 * sum(concrete(t.numel()) * t.element_size() for t in values)
 
 
 def _product(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """MKL takes matrices by rows or by columns, and copies others; oneDNN, for half precision, copies all."""
+    """MKL reads matrices by rows or by columns and copies others; oneDNN, for half precision, copies all."""
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in leaves(node.meta.get("val"))):
         return sum(given) + sum(made)
     values = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if t.dim() > 1]
@@ -220,14 +219,14 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
     if PIECES in node.meta:
         return _pieces_ns(node, device)
     if makes_views(node):
-        return 100  # no kernel runs, but the dispatcher is called all the same
+        return 100  # no kernel runs, but the dispatcher is called
     read = (t for n in node.all_input_nodes for t in leaves(n.meta.get("val")))
     moved = _moved_bytes(read) + _moved_bytes(leaves(node.meta.get("val")))
     return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
 
 
 def _pieces_ns(node: fx.Node, device: Device) -> int:
-    """Time of the ops of all pieces; at the end sums in a wider type are cast to that of the results."""
+    """Time of the ops of all pieces, and of the cast of wider sums to the type of the results."""
     pieces: Pieces = node.meta[PIECES]
 
     @functools.cache  # equal pieces have the same graph
@@ -245,7 +244,7 @@ def _pieces_ns(node: fx.Node, device: Device) -> int:
 
 
 def _moved_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that are read or written: those of a slice, and of what is expanded or given twice no more than there are."""
+    """Bytes read or written: only the bytes of a slice; expanded or repeated tensors count once."""
     elements: dict[int, int] = {}
     there: dict[int, int] = {}
     for t in tensors:
@@ -280,13 +279,13 @@ def _flop(node: fx.Node) -> int:
 
 
 def _functional(packet: Any) -> Any:
-    """The op that an op in place computes, such as ``addmm`` for ``addmm_``: torch has formulas for that one."""
+    """The functional form of an in-place op, such as ``addmm`` for ``addmm_``: torch has formulas for it."""
     name = getattr(packet, "__name__", "")
     return getattr(torch.ops.aten, name[:-1], packet) if name.endswith("_") else packet
 
 
 def _shaped(value: Any) -> Any:
-    """Meta tensors of traced shapes with integer sizes: a formula that compares symbolic sizes would install guards."""
+    """Meta tensors with the traced shapes in integers: a formula that compares symbolic sizes would install guards."""
 
     def known(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Measured peaks of allocated memory: of a function, and of trial steps on the real batch, which restore all state."""
+"""Measured peaks of allocated memory: of a function, and of trial steps on the real batch. Trial steps restore all state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProfilerBusyError(CheckmateError, RuntimeError):
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:
-    """Peak of allocated bytes during a call, above those allocated when it begins.
+    """Peak of allocated bytes during a call, above the bytes allocated when it begins.
 
     On the CPU this comes from the allocator's reports to torch's profiler, on CUDA from
     ``torch.cuda.max_memory_allocated``; both are exact. Call a compiled function once or twice before
@@ -41,7 +41,7 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
 
     Raises:
         ProfilerBusyError: The device is the CPU and another torch profiler is active.
-        OptionError: It is no function.
+        OptionError: ``fn`` is no function.
 
     Examples:
         >>> import torch
@@ -63,7 +63,7 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
 
 
 class Peaks:
-    """The peak of each part of a block, and the bytes that are held at its end, above those allocated when the block begins."""
+    """The peak of each part of a block, and the bytes held at its end, above the bytes allocated when the block begins."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts: list[tuple[int, int]] = []
@@ -83,7 +83,7 @@ class Peaks:
 
 @contextmanager
 def peaks(device: torch.device) -> Iterator[Peaks]:
-    """Measure the peaks of a block on a device; they are known when it is over."""
+    """Measure the peaks of a block on a device; they are known after the block."""
     found = Peaks(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -111,9 +111,9 @@ _log = logging.getLogger("checkmate.torch")
 def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
     """Run two steps and measure the second; the first loads kernels and allocates buffers that stay.
 
-    Inputs are passed as new leaf tensors that alias them, so that no gradient reaches a parameter and no hook is called.
-    Storages that the forward overwrites and the states of random generators are restored. If a step runs out of memory, it takes
-    all of the CUDA device's: more than any budget.
+    Inputs are passed as new leaf tensors that alias them: no gradient reaches a parameter, and no hook is called. Storages that
+    the forward overwrites and the states of random generators are restored. A step that runs out of memory counts with all memory
+    of the CUDA device: more than any budget.
     """
 
     def measured() -> StepMemory:
@@ -133,7 +133,7 @@ def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMe
         run(*inputs)
         return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
 
-    # AOTAutograd's metadata does not name parameters: updates were marks when it traced the step.
+    # AOTAutograd's metadata does not name parameters: updates were only marks in the traced step.
     return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=True))
 
 
@@ -158,9 +158,9 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
     leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
     results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
     losses = [r for r in results if r.requires_grad]
-    # If there is a scalar output it is the loss, and AOTAutograd itself makes zero gradients for the other outputs, as in
-    # the user's step. Without one this is a part of a step, whose gradients come from the graph that follows it: expanded
-    # scalars allocate nothing before the backward reads them.
+    # A scalar output is the loss, and AOTAutograd itself makes zero gradients for the other outputs, as in the user's step.
+    # Without one this is a part of a step, and the graph that follows it supplies the gradients: expanded scalars allocate
+    # nothing before the backward reads them.
     losses = [r for r in losses if not r.ndim] or losses
     seeds = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in losses]
     edges = [torch.autograd.graph.get_gradient_edge(r) for r in losses]
@@ -174,7 +174,7 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
 
 @contextmanager
 def _put_back(inputs: Sequence[Any], *, everything: bool = False) -> Iterator[None]:
-    """Restore, on leaving, the state of every random generator, and the inputs that AOTAutograd's metadata says it overwrites."""
+    """Restore, on leaving, every random generator, and the inputs that the step overwrites by AOTAutograd's metadata."""
     written = None if everything else overwritten_inputs(len(inputs))
     chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
     storages = {storage_key(t): t.untyped_storage() for t in chosen}
@@ -183,7 +183,7 @@ def _put_back(inputs: Sequence[Any], *, everything: bool = False) -> Iterator[No
         try:
             yield
         finally:
-            # Through the storage and not the tensor: writing a tensor raises its version counter, and the backward of an
-            # earlier graph that saved the tensor would then be refused by autograd.
+            # Write the storage, not the tensor: writing a tensor raises its version counter, and autograd would then refuse the
+            # backward of an earlier graph that saved the tensor.
             for key, storage in storages.items():
                 storage.copy_(saved[key])

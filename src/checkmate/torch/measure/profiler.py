@@ -44,19 +44,19 @@ from checkmate.torch.measure.timing import (
 _log = logging.getLogger("checkmate.torch")
 
 _LACKED_ROOM = "lacked_room"
-"""Key in the metadata of a node for whether there was no room to measure it."""
+"""Key in the metadata of a node: whether there was no room to measure it."""
 
 
 _OF_SLICE: dict[str, int] = {}
-"""The least workspace of ops that slices of their batch have told, by signature. It is not stored: it depends on the room."""
+"""The least workspace of ops derived from slices of their batch, by signature. Not stored: it depends on the room."""
 
 
 class Profiler:
     """Costs of FX nodes, measured or read from a store.
 
     Args:
-        store: Where measured costs are kept; the user's cost cache by default.
-        inputs: Functions that return the inputs of the graph, which are not kept alive.
+        store: Store of measured costs; the user's cost cache by default.
+        inputs: Functions that return the inputs of the graph without keeping them alive.
     """
 
     def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:
@@ -103,9 +103,9 @@ def _estimated(node: fx.Node) -> OpCost:
 
 
 def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_settings) -> str | None:
-    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation.
+    """Text of everything on which the cost of an op depends; None for an op that cannot be run in isolation.
 
-    What chooses the kernels of a device is part of it, as ``settings`` tells it.
+    ``settings`` returns the settings of a device that choose its kernels; they are part of the text.
     """
     target, args, kwargs = call_of(node)
     if not isinstance(target, OpOverload) or is_collective(node):
@@ -116,7 +116,7 @@ def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_se
     fx.map_arg((args, kwargs), lambda n: tensors.extend(leaves(n.meta.get("val"))))
     devices = {t.device for t in tensors}
     parts = [str(target), _describe(args), _describe(kwargs)]
-    # How times are measured: times measured otherwise are not mixed with these.
+    # The way of measuring: times measured in other ways are not mixed with these.
     parts += ["cache-shared direct", *["by-piece"] * (PIECES in node.meta)] if any(d.type == "cpu" for d in devices) else []
     parts += ["queued"] * any(d.type == "cuda" for d in devices)
     parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
@@ -138,7 +138,7 @@ def _describe(argument: Any) -> str:
 
 
 def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """Bytes that each op allocates besides its results, as measured where that is known, and as estimated elsewhere."""
+    """Bytes that each op allocates besides its results, measured if known, else estimated."""
     settings = functools.cache(kernel_settings)
     keys = [signature(node, settings) for node in nodes]
     measured = CostStore().get(key for key in keys if key is not None)
@@ -149,11 +149,11 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 def measure_nodes(
     nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]], clock: Clock | None = None
 ) -> dict[str, OpCost]:
-    """Costs of nodes by signature, measured by running them on tensors of the traced shapes; what fails is logged and left out.
+    """Costs of nodes by signature, measured on tensors of the traced shapes; failures are logged and left out.
 
-    A shared machine may be a tenth slower today, or for some seconds, than when other ops of the graph were measured. Some of
-    these, which are ``known``, are measured again, in turns with the nodes, and times are scaled by what these took then
-    (docs/decisions/0009).
+    A shared machine may be a tenth slower today, or for some seconds, than during the measurement of other ops of the graph. Some
+    of these ``known`` ops are measured again, in turns with the nodes, and the times of the nodes are scaled by the new times of
+    the known ops (docs/decisions/0009).
     """
     return outside_of_profilers(lambda: _measure_nodes(nodes, known, clock))
 
@@ -174,7 +174,7 @@ def _measure_nodes(
                 found[key] = cost
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
         references: dict[str, fx.Node] = {}
-        if sum(found[k].cost_ns for k in again) >= 20_000_000:  # others are not worth the time of references
+        if sum(found[k].cost_ns for k in again) >= 20_000_000:  # shorter ones are not worth the time of references
             for key in _references(known):
                 node, times[key] = known[key][0], LeastTimes(known[key][0], clock)
                 # Its known cost may be an estimate, or there was more room when it was measured.
@@ -200,7 +200,7 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
 
 
 def _references(known: Mapping[str, tuple[fx.Node, OpCost]]) -> list[str]:
-    """Ops to measure besides others: five of the longest that are not too long to be measured in every pass."""
+    """Known ops to measure again: five of the longest that are short enough to be measured in every pass."""
     short = [key for key, (node, cost) in known.items() if cost.cost_ns <= 30_000_000 and _is_measured_again(node, cost)]
     whole = [key for key in short if PIECES not in known[key][0].meta]
     return sorted(whole, key=lambda key: -known[key][1].cost_ns)[:5]
@@ -212,14 +212,14 @@ def lacked_room(node: fx.Node) -> bool:
 
 
 def is_guessed(node: fx.Node) -> bool:
-    """Whether a node was estimated for want of room, and not even a slice of its batch told what it takes."""
+    """Whether a node was estimated for want of room, and not even a slice of its batch was measured."""
     return lacked_room(node) and not _is_told_by_slice(node)
 
 
 def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
-    """Warn before ops of a step are measured beyond its budget, since no plan keeps it with what is estimated for them.
+    """Warn before ops of a step are measured beyond its budget, because no plan keeps the budget with their estimates.
 
-    False where there are no such ops, or the device has no room for them.
+    False if there are no such ops, or the device has no room for them.
     """
     lacking = [node for graph in graphs for node in graph.nodes if lacked_room(node)]
     needed = max((needed_bytes(node) + _estimated(node).workspace_bytes for node in lacking), default=0)
@@ -234,9 +234,9 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether there is room to run an op. If not, slices of its batch may tell what it takes.
+    """Whether there is room to run an op. If not, slices of its batch may give its workspace.
 
-    The first one is as large as an estimate allows, the second as the first one does.
+    The size of the first slice follows from an estimate, the size of the second from the first.
     """
     for last in (False, False, True):
         part = _free_bytes(node) / max(1, needed_bytes(node) + _estimated(node).workspace_bytes)
@@ -248,10 +248,10 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _note_slice(node: fx.Node, part: float) -> bool:
-    """Note the workspace of an op as that of a slice of its batch tells it, for a part of which there is room; whether it can."""
+    """Derive the workspace of an op from a slice of its batch, ``part`` of which there is room for; return whether it can."""
     values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
     batch = max(1, concrete(max(values, key=storage_bytes).shape[0])) if values else 1
-    # Many convolutions of a single row run by another kernel, with more workspace.
+    # Many convolutions of a single row use another kernel, with more workspace.
     rows = max(1, min(batch - 1, max(2, int(part * batch))))
     if on_cuda(node) or PIECES in node.meta or rows > part * batch:
         return False
@@ -279,7 +279,7 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
     try:
         time_ns, workspace = measure_on_cuda(node) if on_cuda(node) else measure_on_cpu(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        # What runs is the same op: the step would fail where tracing it does not, as with types that do not fit together. But the
+        # The same op runs in the step: on types that do not fit together, the step would fail although tracing does not. But the
         # backward of batch normalisation under autocast is traced with other types than the kernel of its forward returns.
         of_types = re.search(r"\b(dtype|data ?type|scalar type)\b", str(error), re.IGNORECASE) is not None
         if of_types and "backward" not in str(node.target):
@@ -292,7 +292,7 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
 
 def _of_types(node: fx.Node, error: Exception) -> GraphError:
     types = [str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))]
-    odd = min(types, key=types.count)  # the input's: of the parameters there are two, as a rule
+    odd = min(types, key=types.count)  # the type of the input: there are usually two parameters
     fitting = next((kind for kind in types if kind != odd), odd)
     return GraphError(
         f"{node.target} of {', '.join(types)} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",

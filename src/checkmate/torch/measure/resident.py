@@ -18,7 +18,7 @@ from checkmate.torch.options import Options
 def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     """Bytes of the gradients of a graph's parameters that are held while it runs.
 
-    Where it may accumulate, gradients of earlier backwards may exist then, so that those missing now count.
+    If it may accumulate, gradients of earlier backwards may exist then: the bytes of missing gradients count too.
     """
     leaf = [t for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf]
     coming = [t for t in leaf if t.requires_grad and t.grad is None] if accumulate else []
@@ -30,7 +30,7 @@ _ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
 
 @contextmanager
 def within_room(size_bytes: int) -> Generator[None]:
-    """Context in which measurements take no more memory than a budget leaves, nor than a context around it allows."""
+    """Context in which measurements take no more memory than a budget or an outer context leaves."""
     token = _ROOM.set(min(size_bytes, _ROOM.get()))
     try:
         yield
@@ -43,7 +43,7 @@ _BEYOND: ContextVar[bool | None] = ContextVar("beyond", default=None)
 
 @contextmanager
 def beyond_room(allowed: bool) -> Generator[None]:
-    """Context in which bits may be compared in more memory than a budget leaves, unless a context around it forbids it."""
+    """Context in which comparisons of bits may take more memory than a budget leaves, unless an outer context forbids it."""
     token = _BEYOND.set(allowed and _BEYOND.get() is not False)
     try:
         yield
@@ -52,7 +52,7 @@ def beyond_room(allowed: bool) -> Generator[None]:
 
 
 def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
-    """How many bytes more than a budget leaves something of a size takes; None where there is no room for it."""
+    """Bytes by which ``size_bytes`` exceeds the rest of a budget; None if there is no room for the excess."""
     excess = max(0, size_bytes - _ROOM.get())
     if excess and not _BEYOND.get():
         return None
@@ -60,12 +60,12 @@ def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has."""
+    """Bytes that can be allocated on a device now, within the budget and the free memory of the system."""
     return min(_ROOM.get(), _free_on_system_bytes(device))
 
 
 def _free_on_system_bytes(device: torch.device) -> int:
-    """Bytes that the system has free on a device; unlimited where it does not tell."""
+    """Bytes that the system has free on a device; unlimited if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -78,17 +78,17 @@ def _free_on_system_bytes(device: torch.device) -> int:
 
 
 def left_in_container_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that are left of the limit of a container; unlimited where there is none."""
+    """Bytes that are left of the limit of a container; unlimited without a limit."""
     try:
         most, used, stat = ((folder / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
         cached = next(int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
-        return int(most) - int(used) + cached  # the cache of files is given back where memory is short
+        return int(most) - int(used) + cached  # the system frees the cache of files if memory is short
     except (OSError, ValueError, StopIteration):  # no cgroup, or "max"
         return sys.maxsize
 
 
 def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
-    """The CUDA device that a graph is planned for, that of its inputs unless the options name one; None on a CPU."""
+    """The CUDA device that a graph is planned for: as in the options, else of its inputs; None on a CPU."""
     if options.device:
         device = torch.device(options.device)
         return device if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""One op of a graph, run alone on tensors of the traced shapes: its inputs, and the memory that it takes then."""
+"""One op of a graph, run alone on tensors of the traced shapes: its inputs, and the memory of this run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))
-"""The inputs of the graph, by the key of the storage of the traced tensor. Ops read them where they are, as in a step: a budget
+"""The inputs of the graph, by the key of the storage of the traced tensor. Ops read them in place, as in a step: a budget
 may leave no room for copies."""
 
 
 def ready_to_run(node: fx.Node, rows: tuple[int, int] = (0, 0)) -> Callable[[], Iterator[Any]]:
-    """A function that runs an op on new inputs: it yields at the end of each part, see `LeastTimes`, and the results at last.
+    """A function that runs an op on new inputs: it yields at the end of each part (see `LeastTimes`), and finally the results.
 
-    Tensors may have a number of rows in place of another one.
+    ``rows``: a number of rows for tensors that have the other number of rows.
     """
     target, args, kwargs = call_of(node)
-    fill, given = not makes_views(node), _given(node)  # pages that are not written take no time
+    fill, given = not makes_views(node), _given(node)  # unwritten pages take no time
     real_args, real_kwargs = fx.map_arg(
         (args, kwargs), lambda n: materialised(n.meta.get("val"), fill=fill, given=given, rows=rows)
     )
@@ -47,7 +47,7 @@ def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any
 
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target, arguments and keyword arguments to measure; ops that save or replay a random state stand for the op inside."""
+    """Target, arguments and keyword arguments to measure; of ops with a random state, the op inside."""
     if node.target is run_and_save_rng_state:
         return node.args[0], tuple(node.args[1:]), dict(node.kwargs)
     if node.target is run_with_rng_state:
@@ -57,7 +57,7 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def needed_bytes(node: fx.Node) -> int:
-    """Bytes of the results of an op, and of those of its arguments that are no inputs of the graph, each with its own storage."""
+    """Bytes of the results of an op and of its arguments other than inputs of the graph, each with its own storage."""
     given, arguments = _given(node), list[torch.Tensor]()
     fx.map_arg(call_of(node)[1:], lambda n: arguments.extend(leaves(n.meta.get("val"))))
     own = sum(_extent(*layout(t)) * t.dtype.itemsize for t in arguments if storage_key(t) not in given)
@@ -65,7 +65,7 @@ def needed_bytes(node: fx.Node) -> int:
 
 
 def new_bytes(node: fx.Node) -> int:
-    """Bytes of output storages that are not storages of inputs: the part of an op's peak that is not workspace."""
+    """Bytes of output storages that are no storages of inputs: the part of an op's peak that is not workspace."""
     read: set[int] = set()
     fx.map_arg(call_of(node)[1:], lambda n: read.update(storage_key(t) for t in leaves(n.meta.get("val"))))
     made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
@@ -87,7 +87,7 @@ def materialised(
 ) -> Any:
     """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number.
 
-    A tensor whose storage is given, by its key, is a part of that one. The content of others is written where ``fill`` asks for.
+    A tensor whose storage key is in ``given`` is a view of that input. Other tensors are written if ``fill`` is true.
     """
     if isinstance(value, torch.Tensor):
         shape, stride = layout(value)
@@ -108,10 +108,10 @@ def materialised(
 
 
 def _fill(flat: torch.Tensor) -> None:
-    """Fill a tensor with numbers that an op takes as long for as for others.
+    """Fill a tensor with numbers for which an op takes its usual time.
 
-    Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are valid
-    indices, and booleans are true, so that a mask masks nothing.
+    Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, which is a valid index, and
+    booleans are true, which masks nothing.
     """
     if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
         flat.fill_(flat.dtype is torch.bool)
@@ -124,13 +124,13 @@ def _fill(flat: torch.Tensor) -> None:
 
 
 def _given(node: fx.Node) -> Mapping[int, torch.Tensor]:
-    """Inputs of the graph that an op is measured with, by the key of their storages: those of an op that changes none."""
+    """Inputs of the graph that an op is measured with, by storage key; empty for an op that changes its arguments."""
     target = call_of(node)[0]
     return INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
 
 
 def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor | None:
-    """The part of an input that a traced tensor is a view of; None where it is seen as another type, or is smaller now."""
+    """The part of an input that a traced tensor is a view of; None if its type differs or the input is smaller now."""
     offset = concrete(traced.storage_offset())
     size = (offset + _extent(shape, stride)) * real.element_size()
     if real.dtype is not traced.dtype or size > real.untyped_storage().nbytes():

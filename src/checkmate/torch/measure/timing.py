@@ -21,29 +21,29 @@ Clock = Callable[[], int]
 Memory = npt.NDArray[np.uint8]
 
 LONG_NS = 250_000_000
-"""An op that takes longer runs once: what disturbs a run is small against it, and heads of language models have many such ops."""
+"""An op that takes longer runs once: disturbances are small against it, and heads of language models have many long ops."""
 
 
 class LeastTimes:
     """The least time of each part of an op on a CPU, over all its runs.
 
-    An op is one part, unless it runs piece by piece: then each piece is one, and what it does after the last is another. Equal
-    pieces count as runs of one part, but for the first, which finds nothing of what they share in the cache. A long run is seldom
-    undisturbed from its beginning to its end: by the least of a few long readings an op in pieces would look slower than the ops
-    that it replaces, of which each is short (docs/decisions/0009).
+    An op is one part, unless it runs piece by piece: then each piece is a part, and so is the rest after the last piece. Equal
+    pieces count as runs of one part, except the first, which finds no shared operands in the cache. A long run is rarely free of
+    disturbances. By the least of a few long readings, an op in pieces would therefore look slower than the short ops that it
+    replaces (docs/decisions/0009).
     """
 
     def __init__(self, node: fx.Node, clock: Clock | None = None) -> None:
         pieces: Pieces | None = node.meta.get(PIECES)
         self._parts: list[object] = ["op"] if pieces is None else ["first piece", *pieces.graphs[1:], "end"]
         self._least_ns: dict[object, int] = {}
-        # On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run
-        # waits for any worker thread that the scheduler preempted, tens of milliseconds.
+        # On one thread, the process's CPU time excludes other processes. Several threads need wall time: a run then waits tens of
+        # milliseconds for any worker thread that the scheduler preempted.
         alone = torch.get_num_threads() == 1
         self._clock = clock or (time.process_time_ns if alone else time.perf_counter_ns)
 
     def measure(self, run: Callable[[], Iterator[Any]]) -> int:
-        """Run the op once, which yields at the end of each part; nanoseconds of the run."""
+        """Run the op once; ``run`` yields at the end of each part. Returns the nanoseconds of the run."""
         now, total_ns = self._clock, 0
         parts, began = iter(self._parts), now()
         for _ in run():
@@ -60,10 +60,10 @@ class LeastTimes:
 
 
 def other_memory() -> Memory:
-    """Memory to read between two runs of an op on a CPU, about a last-level cache, as the other ops of a step read theirs.
+    """Memory to read between two runs of an op on a CPU, about a last-level cache: the other ops of a step read as much.
 
-    What an op reads in a step is partly in the cache and partly not; an op that runs over and over finds all of it there
-    (docs/decisions/0009). It is a part of the file of PyTorch's library, since a budget may leave no room for a tensor.
+    In a step, the operands of an op are partly in the cache; an op that runs repeatedly finds all of them there
+    (docs/decisions/0009). The memory is a part of the file of PyTorch's library: a budget may leave no room for a tensor.
     """
     files = [path for path in (Path(torch.__file__).parent / "lib").iterdir() if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
@@ -71,7 +71,7 @@ def other_memory() -> Memory:
 
 
 def measure_on_cpu(node: fx.Node, other: Memory, times: LeastTimes) -> tuple[int, int]:
-    """Nanoseconds of an op on the CPU, of up to six runs, and its workspace: its peak, less what it returns."""
+    """Nanoseconds of an op on the CPU, from up to six runs, and its workspace: its peak less its results."""
     run = ready_to_run(node)
     other.max()
     with memory_trace() as trace:
@@ -87,7 +87,7 @@ def run_again(node: fx.Node, other: Memory, times: LeastTimes) -> None:
 
 
 def _run(run: Callable[[], Iterator[Any]], other: Memory, times: LeastTimes, most: int) -> None:
-    """Run an op until that took 50 ms; readings of one op spread over about a tenth."""
+    """Run an op until its runs took 50 ms; readings of one op vary by about a tenth."""
     took_ns = 0
     for _ in range(most):
         other.max()
@@ -97,10 +97,10 @@ def _run(run: Callable[[], Iterator[Any]], other: Memory, times: LeastTimes, mos
 
 
 def passes(run: Callable[[], None], total_ns: Callable[[], int], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Repeat a pass over ops that were measured once, since a machine can be a fifth slower for a second.
+    """Repeat a pass over ops that were measured once, because a machine can be a fifth slower for a second.
 
-    There are two more at least, and others until one made the ops faster by less than 0.4 %, all together, or for 4 s: a machine
-    may stay slow. Ops that take less than 20 ms have two.
+    There are two more passes at least, and others until one makes all ops together faster by less than 0.4 %, or for 4 s: a
+    machine may stay slow. Ops that take less than 20 ms have two.
     """
     began = clock()
     for number in itertools.count(2):
@@ -124,7 +124,7 @@ def measure_on_cuda(node: fx.Node) -> tuple[float, int]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best_ns = float("inf")
     for _ in range(5):
-        # The GPU is busy for half a millisecond while the op is launched, so that its kernels are timed and no launch is.
+        # The GPU is busy for half a millisecond while the op is launched, so only its kernels are timed, not launches.
         keep_busy(1_000_000)
         begin.record()
         *_, out = run()

@@ -1,19 +1,18 @@
 """Apply a plan to a joint graph: emit one node for every computation, in the plan's order, tagged as forward or backward.
 
-PyTorch's other way in, recompute tags for its partitioner, states which nodes may be recomputed, but not when, how often or in
-which order; the partitioner decides that. Here every recomputation is a separate node, placed where the plan has it, so that
-``default_partition`` finds nothing to decide: it splits at the tags. What would break:
+PyTorch's alternative, recompute tags for its partitioner, states which nodes may be recomputed, but not when, how often or in
+which order; the partitioner decides that. Here every recomputation is a separate node at its place in the plan.
+``default_partition`` then has nothing to decide: it splits at the tags. Three mistakes would break this:
 
-- without ``must_be``/``is`` tags on every node, the partitioner would move ops that depend on inputs alone to the forward, and
-  their results would be saved instead of recomputed;
-- with recompute tags left on nodes, it would hand the graph to the min-cut partitioner, which would ignore the plan;
-- with a module attribute (body of a higher-order op) shared between forward and backward, it would be treated as a value to save.
+- without ``must_be``/``is`` tags on every node, the partitioner would move ops that depend only on inputs to the forward, and
+  save their results instead of recomputing them;
+- with recompute tags left on nodes, it would pass the graph to the min-cut partitioner, which would ignore the plan;
+- with a module attribute (body of a higher-order op) shared between forward and backward, it would save the module as a value.
 
 Copies to the host are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`), in whole steps only.
 
-Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use
-(`checkmate.torch._compat.aot.boxed`), which is never later than the plan does. `checkmate.torch.partition.check_peak`
-verifies the outcome.
+Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use, never later than the plan
+(`checkmate.torch._compat.aot.boxed`). `checkmate.torch.partition.check_peak` verifies the outcome.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
 def apply_plan(capture: Capture, plan: Plan) -> fx.GraphModule:
-    """A new joint module that runs a plan, ready for ``default_partition``; that of a whole step is ready to run."""
+    """A new joint module that runs a plan, ready for ``default_partition``; a whole step is ready to run."""
     return _Writer(capture, plan).write()
 
 
@@ -53,16 +52,16 @@ class _Writer:
         self.capture = capture
         self.steps = plan.steps
         self.order = plan.order
-        self.times = Counter(self.order)  # how often each op is computed
+        self.times = Counter(self.order)  # number of computations of each op
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}  # to the newest copy of each node, which readers take
+        self.env: dict[fx.Node, fx.Node] = {}  # node to its newest copy, which readers read
         self.done: set[int] = set()  # ops that were computed
         self.state: dict[int, fx.Node] = {}  # random op to its saved generator state
         self.backward = False
         self.node_of = {v: node for node, v in capture.value_of.items()}
         self.host: dict[int, fx.Node] = {}  # value to its copy on the host
-        self.sending: set[int] = set()  # values whose copies to the host are waited for when they are freed
-        self.arriving: set[int] = set()  # values whose copies from the host are waited for when they are read
+        self.sending: set[int] = set()  # values whose free must wait for their copy to the host
+        self.arriving: set[int] = set()  # values whose next read must wait for their copy from the host
 
     def write(self) -> fx.GraphModule:
         joint = self.capture.joint
@@ -99,7 +98,7 @@ class _Writer:
         return module
 
     def _move(self, step: Step) -> None:
-        """Emit the nodes of a copy, and of the wait for one at a free; other frees need none."""
+        """Emit the nodes of a copy, or of the wait for a copy before a free; other frees need none."""
         assert not isinstance(step, Compute)
         v, node = step.value, self.node_of.get(step.value)
         if isinstance(step, Offload):
@@ -126,7 +125,7 @@ class _Writer:
         self.arriving.remove(v)
 
     def _call(self, function: Any, arguments: tuple[fx.Node, ...], like: fx.Node | None) -> fx.Node:
-        """Emit a call; what it returns is like a node of the original graph, or no tensor."""
+        """Emit a call; its result is like the node ``like`` of the original graph, or no tensor."""
         emitted = self.graph.call_function(function, arguments)
         emitted.meta = {"val": None} if like is None else dict(like.meta)
         if like is not None:
@@ -137,8 +136,8 @@ class _Writer:
         node = member.node
         assert node is not None
         for used in node.all_input_nodes:
-            # The body of a higher-order op gets a get_attr node at each use. One node in the forward, read by the backward,
-            # would be an output of the forward, and a module cannot be one.
+            # The body of a higher-order op gets a get_attr node at each use. One node in the forward that the backward reads
+            # would be an output of the forward, and a module cannot be an output.
             if self._is_module(used):
                 self._tag(self._copy(used), used)
         first = o not in self.done
@@ -155,7 +154,7 @@ class _Writer:
                 new = emit_replay(self.graph, node, self.state[o], args, kwargs)
                 emitted = [new]
         elif trains_batch_norm(node) and not with_stats:
-            # Equal to the bit in its outputs 0 to 2, and does not read the running statistics, which the step may have
+            # Outputs 0 to 2 are equal to the bit, and it does not read the running statistics, which the step may have
             # overwritten since the first computation.
             x, weight, bias, _, _, _, momentum, eps = args
             new = self.graph.call_function(BATCH_NORM_NO_STATS, (x, weight, bias, True, momentum, eps))
@@ -175,11 +174,11 @@ class _Writer:
     def _tag(self, emitted: fx.Node, origin: fx.Node) -> None:
         """Set the side on which ``default_partition`` puts a node.
 
-        AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, such as mutations of inputs. A
+        AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, for example mutations of inputs. A
         computation on the other side is a recomputation, which gets the plain tag of its side.
 
-        A random op must stay on its side: the partitioner takes it for impure and would copy it to the other one, unread, and
-        with it whatever it reads. Attention kernels are tagged as random also without dropout.
+        A random op must stay on its side: the partitioner takes it for impure and would copy it, unread, to the other side, with
+        all that it reads. Attention kernels are tagged as random even without dropout.
         """
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
@@ -195,7 +194,7 @@ class _Writer:
     def _stats_readers(self) -> set[int]:
         """Positions in the plan of the BatchNorm computations whose new running statistics are used.
 
-        Only these update the statistics. Were every computation to do so, a recomputed BatchNorm would update them twice.
+        Only these update the statistics. Otherwise a recomputed BatchNorm would update them twice.
         """
         graph, members = self.capture.graph, self.capture.members
         norms = {o for o, m in enumerate(members) if m.node is not None and trains_batch_norm(m.node)}
@@ -223,7 +222,7 @@ class _Writer:
 def eliminate_dead_rng(backward: fx.GraphModule) -> None:
     """Remove unused random ops from a backward module; ``default_partition`` keeps them, since they are impure.
 
-    Not to be used on a forward module: there an unused random op advances the generator, as the user's program does.
+    Do not use it on a forward module: there an unused random op advances the generator, as in the user's program.
     """
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and not node.users and op_properties(node).random:

@@ -1,11 +1,11 @@
-"""Peak memory of forward and backward modules, from their own nodes alone.
+"""Peak memory of forward and backward modules, from nothing but their nodes.
 
 A second account of memory, independent of the first: it reads neither the captured graph nor the plan, and shares with capture,
 simulation and validation only the sizes of storages and of random states. A partitioner that saves one tensor too many, a node
-in the wrong place, or a value that capture took for a view changes this peak and not the planned one. Without the check such an
-error would surface as a step over its budget, perhaps hours into training; with it, `SplitError` is raised before anything runs.
+in the wrong place, or a value that capture took for a view changes this peak and not the planned one. Without the check, this
+error would appear as a step over its budget, perhaps hours into training; with it, `SplitError` is raised before anything runs.
 
-Liveness is that of boxed FX code: a storage is allocated by the node that first returns a tensor of it, and freed after the
+Liveness is as in boxed FX code: a storage is allocated by the first node that returns a tensor of it, and freed after the
 last node that reads any tensor of it, except:
 
 - inputs that exist before the step are never allocated nor freed;
@@ -32,16 +32,16 @@ from checkmate.torch.partition.copies import COPY_FUNCTIONS
 
 
 class SplitError(CheckmateError, RuntimeError):
-    """Forward and backward modules would take more memory than planned: a bug of Checkmate, found before anything ran."""
+    """Forward and backward modules would take more memory than planned: a bug of Checkmate, found before the step ran."""
 
 
 def peak_of_split(
     forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, costs: Costs, *, hold_outputs: bool
 ) -> int:
-    """Peak of forward and backward modules, in bytes above resident bytes; ``costs`` is asked for the workspace of ops.
+    """Peak of forward and backward modules, in bytes above resident bytes; ``costs`` gives the workspace of ops.
 
     The outputs of the forward after the first ``num_fwd_outputs`` are saved for the backward, whose placeholders for them have
-    the names of the forward's nodes. With ``hold_outputs`` the caller holds the others to the end of the step.
+    the names of the forward's nodes. With ``hold_outputs`` the caller holds the first ones to the end of the step.
 
     Raises:
         SplitError: The backward reads a value that the forward does not return.
@@ -70,9 +70,9 @@ def peak_of_whole_step(module: fx.GraphModule, costs: Costs) -> int:
 class _Liveness:
     """First and last use of every storage along the nodes of one or two modules.
 
-    Storage keys identify storages within one trace only: a recomputation returns the key of the original, but allocates
-    again. So each allocation is an instance with its own times, and nodes map keys to instances; those that exist before the step
-    have none.
+    Storage keys identify storages within one trace only: a recomputation returns the key of the original, but allocates again.
+    Each allocation is therefore an instance with separate times, and nodes map keys to instances. Storages from before the step
+    have no instance.
     """
 
     def __init__(self, costs: Costs, *modules: fx.GraphModule) -> None:
@@ -87,7 +87,7 @@ class _Liveness:
         self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int | None]]) -> None:
-        """Visit the nodes of a module; of a backward, which is given what the forward saved, by name."""
+        """Visit the nodes of a module; a backward gets the values that the forward saved, by name."""
         for node in module.graph.nodes:
             self.now += 1
             if node.meta.get(UNDEFINED):
@@ -102,12 +102,12 @@ class _Liveness:
                 self.where[node] = {storage_key(t): None for t in leaves(node.meta.get("val"))}
             elif node.op == "call_function":
                 self._run(node)
-        self.now += 1  # uses noted next are later than all nodes
+        self.now += 1  # later uses come after all nodes
 
     def _run(self, node: fx.Node) -> None:
         self.use(node.all_input_nodes)
         given: dict[int, int | None] = {}
-        # A higher-order op returns new storages, even where two calls share one trace and with it the keys.
+        # A higher-order op returns new storages, even if two calls share one trace and its keys.
         for read in () if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes:
             given.update(self.where[read])
         made: dict[int, int | None] = {}
@@ -123,7 +123,7 @@ class _Liveness:
             self.extra[self.now] = self.workspace[node] + replayed
 
     def use(self, nodes: Sequence[object]) -> None:
-        """Note that the storages of the nodes among some values are alive now."""
+        """Note that the storages of the nodes in ``nodes`` are alive now."""
         for node in nodes:
             for instance in self.where[node].values() if isinstance(node, fx.Node) else ():
                 if instance is not None:
@@ -136,7 +136,7 @@ class _Liveness:
         return len(self.size) - 1
 
     def peak(self) -> int:
-        """Largest sum of live instances and workspace over time, in bytes."""
+        """Maximum over time of the bytes of live instances and workspace."""
         change = [0] * (self.now + 2)
         for size, birth, death in zip(self.size, self.birth, self.death, strict=True):
             change[birth] += size

@@ -1,16 +1,16 @@
-"""Copies of storages to the host and back, beside the ops of a step: what the nodes of a plan with copies call.
+"""Copies of storages to the host and back, concurrent with the ops of a step: functions for the nodes of a plan with copies.
 
-On the CPU two threads are the copy engines. They copy into memory that torch's allocator does not know, so that the measured
-peak of the device is that of the step alone. On CUDA each engine is a stream, with pinned memory and events.
+On the CPU two threads are the copy engines. They copy into memory that torch's allocator does not know: the measured peak of the
+device is therefore the peak of the step alone. On CUDA each engine is a stream, with pinned memory and events.
 
-The order of waits is that of `checkmate.simulate`: the compute stream waits for a copy where its storage is freed
-(`wait_sent`), where a fetched value is first read (`wait_fetched`), and where the copy on the host is discarded. Device
-storage is allocated and freed on the compute stream alone, which has then waited for every copy of it, so that the allocator
-needs no `record_stream`; and a host buffer is used again only by a copy that is issued after such a wait.
+The order of waits is as in `checkmate.simulate`: the compute stream waits for a copy before it frees the storage (`wait_sent`),
+before it first reads a fetched value (`wait_fetched`), and before it discards the copy on the host. Device storage is allocated
+and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`. A
+host buffer is reused only by a copy that is issued after one of these waits.
 
-On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has separate ops for the same purpose (``ao::offload``,
-``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, so that a copy back would wait
-for the copies out before it, and ``wait_tensor`` frees the storage of its source although views may share it.
+On CUDA nothing here has been run: no GPU was available. torch 2.13 has separate ops for the same purpose (``ao::offload``,
+``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, and a copy back would wait for
+earlier copies out; ``wait_tensor`` also frees the storage of its source although views may share it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Direction: TypeAlias = Literal["out", "in"]
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Return at once: there is nothing to wait for."""
 
 
 class HostBuffers:
-    """Buffers on the host, with the bytes of the copies that are there now, and the most so far."""
+    """Buffers on the host, with the bytes of the current copies and their maximum so far."""
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
@@ -45,7 +45,7 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer of bytes; pinned ones are kept for the next step, since pinning takes longer than copying."""
+        """A buffer of bytes; pinned buffers are kept for the next step, because pinning takes longer than copying."""
         with self._lock:
             self.held_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -72,7 +72,7 @@ class HostCopy:
     """The copy of one storage on the host."""
 
     buffer: torch.Tensor
-    tensor: tuple[Any, ...]  # type, device, offset, size and strides of the tensor that was copied
+    tensor: tuple[Any, ...]  # type, device, offset, size and strides of the copied tensor
     sent: Callable[[], None] = _nothing  # waits until the copy out is done
     fetched: Callable[[], None] = _nothing  # waits until the last copy back is done
 
@@ -88,8 +88,8 @@ def offload(tensor: torch.Tensor) -> HostCopy:
 
 
 def wait_sent(copy: HostCopy, tensor: torch.Tensor) -> None:
-    """Wait until a tensor's storage has been copied, so that it can be freed."""
-    del tensor  # an argument keeps it alive to here
+    """Wait until a tensor's storage has been copied; then it can be freed."""
+    del tensor  # as an argument it was alive until here
     copy.sent()
 
 
@@ -102,7 +102,7 @@ def fetch(copy: HostCopy) -> torch.Tensor:
 
 
 def wait_fetched(tensor: torch.Tensor, copy: HostCopy) -> torch.Tensor:
-    """Wait until a tensor has been copied back, so that it can be read."""
+    """Wait until a tensor has been copied back; then it can be read."""
     copy.fetched()
     return tensor
 
@@ -120,7 +120,7 @@ for _function in COPY_FUNCTIONS:
 
 
 def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
-    """The host, for that many bytes of copies, with the rates at which the engines of a device copy, each measured alone."""
+    """The host with ``amount_bytes`` for copies, and the rates of the copy engines of a device, each measured alone."""
     best = {"out": float("inf"), "in": float("inf")}
     with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
         sample = torch.ones(32 * 2**20, dtype=torch.uint8, device=device)  # enough for the full rate of a bus
@@ -148,13 +148,13 @@ class _ThreadEngines:
     def copy(
         self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
     ) -> Callable[[], None]:
-        """Queue a copy. It is done through numpy: the version counters of torch are not for another thread to write."""
+        """Queue a copy through numpy: another thread must not write torch's version counters."""
         both = [(into.numpy(), source.numpy())]
 
         def run() -> None:
             self.before_copy()
             after()
-            # The thread keeps this function a moment longer than the copy takes: it must not keep the storages.
+            # The thread keeps this function a moment longer than the copy takes; the function must not keep the storages.
             np.copyto(*both.pop())
 
         done: Future[None] = self._threads[direction].submit(run)
@@ -174,7 +174,7 @@ class _StreamEngines:
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            after()  # waits on the current stream, which is that of this copy
+            after()  # waits on the current stream, the stream of this copy
             into.copy_(source, non_blocking=True)
         done = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)

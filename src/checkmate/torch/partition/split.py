@@ -35,35 +35,34 @@ Recapture = Callable[[fx.GraphModule], Capture]
 
 
 MOST_ROOMS = 3
-"""How often ops are measured, each time in the room of a budget that is a share of what is known by then."""
+"""Maximum number of measurements of ops, each in the room of a share, computed from the costs known by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """How one graph is to be planned and partitioned."""
+    """Settings for planning and partitioning one graph."""
 
     costs: Costs
-    # Maps the capture to a plan, and to the capture that the plan is for: with other costs or more memory, if ranks agreed on
-    # those,
-    # or of a changed joint module. It may leave hints for a compiler in the metadata of captured nodes.
+    # Maps the capture to a plan, and to the capture of that plan: with other costs or more memory if ranks agreed on them, or of
+    # a changed joint module. It may leave hints for a compiler in the metadata of captured nodes.
     plan: Callable[[Capture, Recapture], tuple[Capture, Result]]
-    hold_outputs: bool  # the caller holds the forward's outputs until the backward is over
+    hold_outputs: bool  # the caller holds the forward's outputs to the end of the backward
     split_convolutions: bool  # the backward of a convolution is split into one op per gradient
     honours_checkpoints: bool  # checkpointed regions are recomputed, and never held
     no_recompute: frozenset[str]  # names of ops that must run once
     extra_resident_bytes: int  # besides the graph's inputs
     on_planned: Callable[[CapturedJoint, Result], None]  # called before anything runs
-    on_unplannable: Callable[[GraphError], None]  # raises, or the graph runs as PyTorch runs it
-    hold_last: bool = False  # the caller still holds what the step before returned
-    room: Callable[[Graph], int] | None = None  # bytes that are free to measure a graph that is captured without costs
-    measures_beyond: bool = True  # ops are measured for which there is no room where no plan keeps the budget otherwise
-    accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs, of so many, to whose gradients it adds
+    on_unplannable: Callable[[GraphError], None]  # raises, or returns and the graph runs as in PyTorch
+    hold_last: bool = False  # the caller still holds the results of the step before
+    room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
+    measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
+    accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs (of ``count``) whose gradients it adds up
     relabel: Callable[[fx.Graph], None] = lambda graph: None  # moves fake tensors to another device, in place
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph  # returns a graph whose tensors have other layouts
     examine: Callable[[fx.Graph], None] = lambda graph: None  # marks ops whose results depend on more than their inputs
 
     def planned(self, module: fx.GraphModule, num_fwd_outputs: int | None) -> tuple[int, Capture, Capture, Result]:
-        """The room that measurements have, a prepared module as it was captured, the capture that is planned, and the plan."""
+        """The room of measurements, the capture of a prepared module, the capture that is planned, and the plan."""
         recapture = self.captured(num_fwd_outputs)
         if self.room is None:
             whole = recapture(module)
@@ -75,7 +74,7 @@ class Task:
                 break
             with within_room(room := more):
                 whole = recapture(module)
-            more = self.room(_without_guesses(whole).graph)  # a share is one of what workspace takes too
+            more = self.room(_without_guesses(whole).graph)  # a share counts workspace too
         try:
             with within_room(room):
                 return room, whole, *self.plan(whole, recapture)
@@ -87,7 +86,7 @@ class Task:
             return room, whole, *self.plan(whole, recapture)
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:
-        """A function that captures joint modules; they are whole steps if the number of outputs of the forward is None."""
+        """A function that captures joint modules; they are whole steps if ``num_fwd_outputs`` is None."""
         return functools.partial(
             capture_joint,
             num_fwd_outputs=num_fwd_outputs,
@@ -112,7 +111,7 @@ def partition(
     ``rest`` is passed on to ``default_partition``.
 
     Raises:
-        GraphError: The graph cannot be planned, such as the body of a higher-order op, and the task does not allow that.
+        GraphError: The graph, for example the body of a higher-order op, cannot be planned, and the task does not allow that.
         SplitError: The modules would take more memory than planned.
         CheckmateError: No plan was found.
     """
@@ -156,15 +155,15 @@ def _partition(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedJoint:
-    """A captured joint graph that any plan of it can split into a forward and a backward module."""
+    """A captured joint graph, which any of its plans can split into a forward and a backward module."""
 
     capture: Capture
-    whole: Capture  # before regions of it were replaced by ops that run them piece by piece; `capture` itself if none were
+    whole: Capture  # before ops replaced regions to run them in pieces; `capture` itself without pieces
     task: Task
     rest: Mapping[str, Any]  # arguments of AOTAutograd for ``default_partition``
 
     def changed(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> CapturedJoint:
-        """Another joint graph, to which the whole joint module is mapped, captured in the same way."""
+        """The result of ``change`` on the whole joint module, captured in the same way."""
         capture = self._captured(change(self.whole.joint))
         return CapturedJoint(capture, capture, self.task, self.rest)
 
@@ -174,15 +173,15 @@ class CapturedJoint:
         return any(lacked_room(node) for node in self.whole.joint.graph.nodes)
 
     def measured(self) -> CapturedJoint:
-        """The same where all ops were measured; otherwise captured again, for which there may be more room now."""
+        """The same if all ops were measured; otherwise captured again: there may be more room now."""
         return self.changed(lambda joint: joint) if self.has_estimates else self
 
     def without_guesses(self) -> CapturedJoint:
-        """The same without the workspace of ops of which not even a slice was measured: estimates may be too large."""
+        """The same without the workspace of ops that were not even measured by a slice: estimates may be too large."""
         return replace(self, capture=_without_guesses(self.capture))
 
     def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
-        """The same with another joint module to plan, in which regions run piece by piece."""
+        """The same with another joint module to plan, with regions in pieces."""
         return CapturedJoint(self._captured(joint), self.whole, self.task, self.rest)
 
     def _captured(self, joint: fx.GraphModule) -> Capture:
@@ -191,7 +190,7 @@ class CapturedJoint:
     def split(self, result: Result) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run a plan."""
         capture, task, count = self.capture, self.task, self.capture.num_fwd_outputs
-        # The partitioner looks at the inputs only if it has decisions to make, and a plan leaves it none.
+        # The partitioner needs the inputs only for decisions, and a plan leaves it none.
         forward, backward = default_partition(apply_plan(capture, result.plan), (), num_fwd_outputs=count, **self.rest)
         eliminate_dead_rng(backward)
         _check_peak(capture, result, peak_of_split(forward, backward, count, task.costs, hold_outputs=task.hold_outputs))
@@ -205,7 +204,7 @@ def _without_guesses(capture: Capture) -> Capture:
 
 
 def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
-    """The module of a whole step that runs a plan; the given module, of AOTAutograd's inference compiler, is not changed.
+    """The module of a whole step that runs a plan; the given module, from AOTAutograd's inference compiler, is not changed.
 
     Raises:
         SplitError: The module would take more memory than planned.
@@ -224,14 +223,13 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
 
 def _check_peak(capture: Capture, result: Result, counted: int) -> None:
     planned = result.peak_bytes - capture.graph.resident_bytes
-    if counted > planned + 64:  # four scalars of the widest type: they break no budget, and are no reason to stop a step
+    if counted > planned + 64:  # four scalars of the widest type are no reason to stop a step
         raise SplitError(
             f"the partitioned step takes {format_bytes(counted)} ({counted} bytes) above resident memory, and its plan "
             f"{format_bytes(planned)} ({planned} bytes); nothing has run",
             hint="this is a bug of checkmate: please report it with the model, and compile without a budget until it is fixed",
         )
-    # A plan may count more than runs: the state of a random op that is never replayed (65,536 bytes are thirteen of the CPU's),
-    # and
-    # running statistics that a recomputed BatchNorm does not write.
+    # A plan may count more than the step takes: the state of a random op that is never replayed (65,536 bytes are thirteen of the
+    # CPU's), and running statistics that a recomputed BatchNorm does not write.
     if counted < 0.99 * planned - 65536:
         _log.warning("the partitioned step takes %s, its plan %s", format_bytes(counted), format_bytes(planned))

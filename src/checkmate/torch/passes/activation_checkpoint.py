@@ -1,9 +1,9 @@
 """``checkpoints="respected"``: recompute regions under ``torch.utils.checkpoint`` in the backward, and never keep them.
 
 AOTAutograd traces through ``torch.utils.checkpoint`` and leaves tags on the ops of a region: ``recompute`` (the policy) and
-``ac_graph_id`` (which region). By default they are hints, and a plan may keep what it likes. To enforce them, this pass
-gives the backward its own copies of the region's ops that it reads, after the boundary, and marks the originals as
-``FORWARD_ONLY``. The planner sees an ordinary graph in which no value of the region crosses the boundary.
+``ac_graph_id`` (which region). By default they are hints, and a plan may keep any value. To enforce them, this pass gives the
+backward its own copies, after the boundary, of the region's ops that it reads, and marks the originals as ``FORWARD_ONLY``. The
+planner sees an ordinary graph in which no value of the region crosses the boundary.
 
 The alternative, a constraint "this value is not live at the boundary", would need support in every solver, bound and
 validator (docs/decisions/0006).
@@ -29,24 +29,24 @@ _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
     """Copy the ops of checkpointed regions into the backward, for the backward ops of the same region, in place.
 
-    Values of a region that other parts of the step read, above all its result, are treated like any other value. So are
-    those that cannot be recomputed: of ops with the policy "must save", with side effects, that read a storage that the
+    Values of a region that other parts of the step read, above all its result, are treated like any other value. So are values
+    that cannot be recomputed: of ops with the policy "must save", of ops with side effects, of ops that read a storage that the
     step overwrites, and of higher-order ops.
 
-    Which backward op belongs to which region follows from ``seq_nr``. Autograd numbers the nodes of its graph in the order
-    of creation; AOTAutograd writes that number on the forward op and on the backward ops of the same autograd node. So a
-    backward op has the region of the first forward op of its number. Two cases need care:
+    Which backward op belongs to which region follows from ``seq_nr``. Autograd numbers the nodes of its graph in the order of
+    creation; AOTAutograd writes that number on the forward op and on the backward ops of the same autograd node. A backward op
+    therefore has the region of the first forward op of its number. Two cases need care:
 
-    - A forward op that creates no autograd node has the current number, that of the op before it, which may lie outside of
-      its region. Only the first op with a number decides, hence ``setdefault``.
-    - A backward op without a known number, such as a sum of gradients, may belong to any region. It reads the copy: reading
-      the original would keep it alive across the boundary, which is what the user asked to avoid.
+    - A forward op that creates no autograd node has the number of the op before it, which may lie outside of its region. Only
+      the first op with a number decides, hence ``setdefault``.
+    - A backward op without a known number, for example a sum of gradients, may belong to any region. It reads the copy: reading
+      the original would keep it alive across the boundary, which the user asked to avoid.
 
-    A backward op of another region reads the original, which is then held, as eager mode holds what a later op saved.
-    Reading a copy there would be correct as well, but would recompute what eager mode does not.
+    A backward op of another region reads the original, which is then held, as eager mode holds values that a later op saved.
+    Reading a copy there would be correct too, but would recompute values that eager mode does not.
     """
     nodes = list(graph.nodes)
-    backward: set[fx.Node] = set()  # tagged by AOTAutograd, tangents, and all that depends on either
+    backward: set[fx.Node] = set()  # tagged by AOTAutograd, tangents, and all nodes that depend on either
     for node in nodes:
         tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
         if tagged or is_tangent(node) or any(i in backward for i in node.all_input_nodes):
@@ -59,7 +59,7 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
         if "seq_nr" in node.meta:
             regions.setdefault(node.meta["seq_nr"], node.meta.get("ac_graph_id"))
         # A recomputation after the overwrite would read new numbers. BatchNorm is exempt: its recomputation is the variant
-        # without running statistics, which are all that it overwrites.
+        # without running statistics, the only storages that it overwrites.
         overwritten = not trains_batch_norm(node) and any(True for _ in overwriters(node, known))
         if _is_recomputable(node, marked, no_recompute) and not overwritten:
             marked[node] = node.meta["ac_graph_id"]
@@ -85,7 +85,7 @@ class _RegionRecomputation:
         self.replacement: dict[fx.Node, fx.Node] = {}  # random op -> output of the op that replaced it to save the RNG state
 
     def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
-        """Recompute region values that ``reader`` uses, with their dependencies, immediately before it."""
+        """Recompute region values that ``reader`` uses, with their dependencies, directly before ``reader``."""
         stack, needed = list(own), set[fx.Node]()
         while stack:
             node = stack.pop()
@@ -141,6 +141,6 @@ def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: fr
 
 
 def _allocates(node: fx.Node) -> bool:
-    """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them wherever they are read."""
+    """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them next to any reader."""
     given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
     return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))

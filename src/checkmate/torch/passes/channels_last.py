@@ -1,10 +1,10 @@
-"""Channels last where Inductor would choose it, made explicit in the joint graph before planning.
+"""Channels last as Inductor would choose it, made explicit in the joint graph before planning.
 
-Inductor's own layout optimisation runs after the plan, on forward and backward separately. Then the layout of a stored
-tensor depends on the plan, so that sums run in another order and results differ in their last bits between plans; and
-converted copies of all weights are saved from forward to backward (ResNet-50, 16 images of 64 x 64: 159 MiB measured where
-115 were planned). With explicit copies in the joint graph, as from a user's ``memory_format=torch.channels_last``, layouts
-are properties of the graph and copies are planned like all other ops. Inductor's pass is then switched off
+Inductor's own layout optimisation runs after the plan, on forward and backward separately. The layout of a stored tensor would
+then depend on the plan: sums would run in another order, and results of two plans would differ in their last bits. Converted
+copies of all weights would also be saved from forward to backward (ResNet-50, 16 images of 64 x 64: 159 MiB measured where 115
+were planned). With explicit copies in the joint graph, as from a user's ``memory_format=torch.channels_last``, layouts are
+properties of the graph and copies are planned like all other ops. Inductor's pass is then switched off
 (docs/decisions/0010).
 """
 
@@ -46,9 +46,9 @@ class _StridesError(ValueError):
 
 
 def with_channels_last(graph: fx.Graph) -> fx.Graph:
-    """Make convolutions read their activations in channels-last layout, and propagate the strides that follow.
+    """Make convolutions read their activations in channels-last layout, and propagate the resulting strides.
 
-    Weights keep their layout. So do all tensors whose strides are observable: outputs, gradients, and inputs of ops that
+    Weights keep their layout, as do all tensors whose strides are observable: outputs, gradients, and inputs of ops that
     depend on strides or are not PyTorch's own.
     """
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
@@ -68,11 +68,10 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
 class _LayoutPropagation:
     """Walks a graph in order and traces again each op whose inputs changed their strides.
 
-    Strides are not computed by rules of ours: the op itself runs on fake tensors, with the result that it will have when it
-    really runs. So layouts spread exactly as they would for a user who converted the input (pointwise ops keep channels
-    last, a matrix product does not). Tracing again also keeps aliasing right: the view of a converted tensor is a view of
-    the copy's storage. Were metadata edited instead, views would point to storages that are never allocated, and
-    the planner would count them wrongly.
+    Strides are not computed by rules of ours: the op itself runs on fake tensors, with the same result as in the real run.
+    Layouts therefore spread as for a user who converted the input (pointwise ops keep channels last, a matrix product does not).
+    Tracing again also keeps aliasing right: the view of a converted tensor is a view of the copy's storage. If metadata were
+    edited instead, views would point to storages that are never allocated, and the planner would count them wrongly.
     """
 
     def __init__(self, graph: fx.Graph, mode: AbstractContextManager[Any]) -> None:
@@ -81,7 +80,7 @@ class _LayoutPropagation:
         self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
-        """Convert the inputs of a node where needed, and trace it again if they changed."""
+        """Convert the inputs of a node if needed, and trace it again if they changed."""
         if node.op not in ("call_function", "output"):
             return
         before = list(node.all_input_nodes)
@@ -96,7 +95,7 @@ class _LayoutPropagation:
     def _make(self, node: fx.Node) -> None:
         try:
             value = retraced(node, self.mode)
-        except (RuntimeError, ValueError):  # a view, such as `view`, that is impossible with the new strides
+        except (RuntimeError, ValueError):  # a view that is impossible with the new strides
             for source in [n for n in node.all_input_nodes if n in self.traced]:
                 self._read(node, source, torch.contiguous_format)
             value = retraced(node, self.mode)
@@ -117,8 +116,8 @@ class _LayoutPropagation:
     def _read(self, reader: fx.Node, source: fx.Node, layout: torch.memory_format) -> None:
         """Let a node read a converted copy of an input, one copy per input and layout.
 
-        For an output the copy stands right after its source, where the source's provenance is right; otherwise right
-        before its first reader, so that the trace order holds it as short as possible.
+        For an output the copy stands directly after its source, which has the right provenance; otherwise directly before its
+        first reader: the trace order then holds it as short as possible.
         """
         value = source.meta["val"]
         if (layout is torch.channels_last and value.ndim != 4) or value.is_contiguous(memory_format=layout):
@@ -136,7 +135,7 @@ def _activations_outweigh_weights(graph: fx.Graph) -> bool:
     """Whether converting pays: it speeds up work on activations and costs one copy of each weight per use.
 
     Measured on one CPU core: ResNet-50 on 16 images of 64 x 64 (55 MiB of outputs, 90 MiB of weights) becomes slower, 0.34 s
-    to 0.41 s; on images of 128 x 128 faster, 1.03 s to 0.98 s (docs/decisions/0010). The rule reads the graph alone, so that
+    to 0.41 s; on images of 128 x 128 faster, 1.03 s to 0.98 s (docs/decisions/0010). The rule reads only the graph, therefore
     every rank and every process decides alike.
     """
     made, weights = 0, dict[Any, int]()
@@ -151,7 +150,7 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def _observes_strides(node: fx.Node) -> bool:
-    """Whether a node makes the strides of its inputs observable: an output, or an op whose result may depend on them."""
+    """Whether a node makes the strides of its inputs observable: an output, or an op whose result may depend on strides."""
     target = node.target
     if target is operator.getitem:
         return False

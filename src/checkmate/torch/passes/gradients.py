@@ -18,20 +18,20 @@ aten = torch.ops.aten
 
 
 class Accumulate:
-    """Target of a node that adds a gradient to an existing one: it gets the position of the input, and its new gradient."""
+    """Target of a node that adds a gradient to an existing one: arguments: position of the input, new gradient."""
 
     __name__ = "accumulate"  # FX writes it into the code of a module
 
     def __init__(self) -> None:
-        self.adding = threading.local()  # what a call does: autograd runs the backwards of several devices at once
+        self.adding = threading.local()  # the action of a call, by thread: autograd runs several devices' backwards at once
 
     def __call__(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient that the backward returns: the sum, or the new gradient where there is none to add it to."""
+        """The gradient that the backward returns: the sum, or the new gradient if there is none to add it to."""
         add: Callable[[int, torch.Tensor], torch.Tensor] = self.adding.add
         return add(position, gradient)
 
     def __str__(self) -> str:
-        """The kind of the op in a graph, which is the same in every process."""
+        """The kind of the op in a graph, equal in every process."""
         return "checkmate.accumulate"
 
 
@@ -39,10 +39,10 @@ ACCUMULATE = Accumulate()
 
 
 def accumulating(joint: fx.GraphModule, num_fwd_outputs: int, positions: Set[int]) -> fx.GraphModule:
-    """A copy of a joint module whose backward adds the gradients of some inputs to existing ones, and of no others.
+    """A copy of a joint module whose backward adds the gradients of some inputs, and only of these, to existing ones.
 
-    Autograd adds what a compiled backward returns to ``.grad`` only after that backward, and until then every gradient exists
-    twice. A node behind each gradient adds it to the existing one at once; the new one is then freed like any other value. To a
+    Autograd adds the results of a compiled backward to ``.grad`` only after that backward, and until then every gradient exists
+    twice. A node after each gradient adds it to the existing one at once; the new one is then freed like any other value. For a
     planner the node reads the gradient and allocates nothing: the existing gradient is resident.
     """
     graph = copy_graph(joint.graph)
@@ -69,19 +69,19 @@ def accumulating(joint: fx.GraphModule, num_fwd_outputs: int, positions: Set[int
 
 
 def accumulated_inputs(joint: fx.GraphModule) -> frozenset[int]:
-    """Inputs to whose gradients the backward of a joint module adds, by their position."""
+    """Positions of the inputs to whose gradients the backward of a joint module adds."""
     return frozenset(n.args[0] for n in joint.graph.nodes if n.target is ACCUMULATE)  # type: ignore[misc]
 
 
 def without_tangents(joint: fx.GraphModule, undefined: Set[int]) -> fx.GraphModule:
-    """A copy of a joint module without what depends alone on tangents that are None, given by their position among the tangents.
+    """A copy of a joint module without nodes that depend only on tangents that are None; ``undefined`` has their positions.
 
-    AOTAutograd traces a backward for every differentiable output of a graph, and allocates zeros where autograd has no gradient
-    for one. Autograd itself computes nothing for such an output, and neither does the copy: undefined tangents are marked and
+    AOTAutograd traces a backward for every differentiable output of a graph, and allocates zeros if autograd has no gradient
+    for an output. Autograd itself computes nothing for this output, and neither does the copy: undefined tangents are marked and
     have no users, and a gradient that is zero is None.
 
-    A backward is linear in its tangents, and so is each of its nodes in all of its operands that depend on tangents together.
-    Hence a node is zero if all of these operands are, whatever else it reads. A sum of a zero and a defined gradient is the
+    A backward is linear in its tangents, and each of its nodes is linear in all operands together that depend on tangents. A node
+    is therefore zero if all of these operands are, whatever else it reads. A sum of a zero and a defined gradient is the
     defined one. Any other node with both kinds of operand reads zeros that are made for it.
     """
     graph = copy_graph(joint.graph)
@@ -116,7 +116,7 @@ def without_tangents(joint: fx.GraphModule, undefined: Set[int]) -> fx.GraphModu
 
 
 def _summand(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
-    """The defined operand of a sum of a gradient and a zero, where the sum is equal to it; None otherwise."""
+    """The defined operand of a sum of a gradient and a zero, if the sum is equal to it; None otherwise."""
     is_sum = node.target in (aten.add.Tensor, aten.add_.Tensor)
     if not is_sum or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
         return None
@@ -160,9 +160,9 @@ def _zeros(before: fx.Node, like: fx.Node) -> fx.Node:
 def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     """Replace gradient markers of a whole step by parameter updates, each as soon as its gradient is complete, in place.
 
-    AOTAutograd places mutations of inputs at the end of the graph, where the markers stand too: all gradients would be
-    alive there at once. A mutation commutes with every op that does not read or write the overwritten storage, so that it
-    can move up to the last op that does, and gradients are freed one by one. PyTorch has the same idea for eager mode, as hooks:
+    AOTAutograd places mutations of inputs, and the markers too, at the end of the graph: all gradients would be alive there at
+    once. A mutation commutes with every op that neither reads nor writes the overwritten storage. It can therefore move up to
+    the last op that does, and gradients are freed one by one. PyTorch has the same idea for eager mode, as hooks:
     ``torch.distributed.optim._apply_optimizer_in_backward``.
 
     In place of the markers' results the module returns the loss again, because with dynamic shapes AOTAutograd requires every
@@ -170,8 +170,9 @@ def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
-    loss = [out for out in results(module) if out not in markers][-1]
+    others = [out for out in results(module) if out not in markers]
     for marker in markers:
+        loss = others[-1]
         with graph.inserting_before(marker):
             update = graph.call_function(UPDATE, marker.args, {})
         update.meta = {k: v for k, v in marker.meta.items() if k != "val"}
@@ -184,7 +185,7 @@ def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
 
 
 def _hoist(graph: fx.Graph) -> None:
-    """Place each mutation directly after the last of its operands and of the ops that read what it overwrites."""
+    """Place each mutation directly after the last of its operands and of the readers of the storage that it overwrites."""
     readers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for key in _storages(node.all_input_nodes):
@@ -195,7 +196,7 @@ def _hoist(graph: fx.Graph) -> None:
         assert isinstance(target, fx.Node)
         before = [r for key in _storages([target]) for r in readers[key] if r is not node and r.op == "call_function"]
         if any(order[r] > order[node] for r in before):
-            continue  # a later op reads the new value: moving could pass one that must read the old
+            continue  # a later op reads the new value: a move could pass an op that must read the old one
         last = max([*before, *node.all_input_nodes], key=order.__getitem__)
         if last.op != "placeholder":
             last.append(node)

@@ -1,11 +1,11 @@
-"""Rewrites of losses that allow their inputs to be made and used piece by piece, and the storages of reduced losses.
+"""Rewrites of losses that let their inputs be computed and used piece by piece, and the storages of reduced losses.
 
 ``nll_loss`` reads the log-probabilities of all tokens and returns one number, and its gradient depends on the number of
-targets. Rewritten, it picks one log-probability for each token, and the same kernel sums up the picks: the order of the
-sum is the kernel's, so that pieces change no bit. The number of targets is computed from the targets.
+targets. Rewritten, it picks one log-probability for each token, and the same kernel sums the picks: the order of the sum is the
+kernel's, and pieces change no bit. The number of targets is computed from the targets.
 
-A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As data it would make the backward of the
-first piece wait for the forward of the last.
+A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As a data dependency it would make the
+backward of the first piece wait for the forward of the last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE = 0  # at::Reduction::None
 def pick_before_reducing(graph: fx.Graph) -> None:
     """Let each ``nll_loss`` with unweighted classes pick per token first and reduce after, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
-        if node.args[4] == _NONE:  # it ignores the total weight, and need not wait for that of all tokens
+        if node.args[4] == _NONE:  # it ignores the total weight of all tokens, and need not wait for it
             total = node.args[6].meta["val"]  # type: ignore[union-attr]
             with graph.inserting_before(node):
                 node.update_arg(6, _caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
@@ -44,12 +44,12 @@ def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduc
         picks = call(operator.getitem, call(_NLL, log_p, target, None, _NONE, ignore), 0)
         column = call(aten.unsqueeze.default, call(aten.neg.default, picks), 1)
         counted = call(aten.ne.Scalar, target, ignore)
-        # The class of each pick in its column of one: 0, or the class to ignore. It is target - target * counted.
+        # The class of each pick in its one column: 0, or the class to ignore. It equals target - target * counted.
         classes = call(aten.sub.Tensor, target, call(aten.mul.Tensor, target, counted))
         count = call(aten.sum.dim_IntList, counted, [0])
         total_weight = call(aten._to_copy.default, count, dtype=log_p.meta["val"].dtype)
         reduced = call(_NLL, column, classes, None, reduction, ignore)
-    reduced.meta["val"] = node.meta["val"]  # the storages that results and views of the old node have
+    reduced.meta["val"] = node.meta["val"]  # the storages of results and views of the old node
     for user in [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]:
         user.replace_all_uses_with(total_weight)
         graph.erase_node(user)
@@ -86,10 +86,10 @@ def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
 def correct_loss_storages(graph: fx.Graph) -> None:
     """Give the scalar result of a reduced loss the storage that its CPU kernel allocates: one element per input element.
 
-    The kernels write the elementwise loss into the result and reduce it in place (``aten/src/ATen/native/Loss.cpp``), so that
-    the scalar keeps the larger storage alive. Fake tensors do not show this, and the plan would be short by the size of
-    the prediction. A test compares every op of torch's own op database; only these do so. The fake tensors in the metadata of the
-    graph are resized in place.
+    The kernels write the elementwise loss into the result and reduce it in place (``aten/src/ATen/native/Loss.cpp``): the scalar
+    keeps the larger storage alive. Fake tensors do not show this, and the plan would lack the size of the prediction. A test
+    compares every op of torch's own op database; only these ops do so. The fake tensors in the metadata of the graph are resized
+    in place.
     """
     losses = (aten.binary_cross_entropy, aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)
     for node in [n for loss in losses for n in graph.find_nodes(op="call_function", target=loss.default)]:

@@ -1,6 +1,6 @@
 """All passes on a joint graph before it is planned.
 
-They widen or narrow the choice of plans. Results are bitwise those of the original graph, unless a layout pass changes
+They widen or narrow the choice of plans. Results are bitwise equal to the original graph's, unless a layout pass changes
 the order of sums.
 """
 
@@ -33,7 +33,7 @@ def prepare(
 ) -> fx.GraphModule:
     """A copy of a joint module with the passes applied: first the layout pass, then ``examine``, which marks ops.
 
-    The module is not changed, except for the sizes corrected by `correct_loss_storages`, since its fake tensors are shared with
+    The module is not changed, except for the sizes corrected by `correct_loss_storages`, because its fake tensors are shared with
     the copy.
     """
     graph = layout_pass(copy_graph(joint.graph))
@@ -49,10 +49,10 @@ def prepare(
 
 
 def _read_sizes_from_inputs(graph: fx.Graph) -> None:
-    """Replace sizes of computed tensors by equal numbers that are computed from sizes of inputs alone, in place.
+    """Replace sizes of computed tensors by equal numbers computed only from sizes of inputs, in place.
 
     With dynamic shapes AOTAutograd asks intermediate tensors for their sizes (``aten.sym_size``). A plan would have to hold
-    such a tensor, or compute it again, for a number that is known from the inputs.
+    this tensor, or compute it again, for a number that follows from the inputs.
     """
     known: dict[Any, fx.Node] = {}  # expression over the symbols of the inputs -> the first node with that value
     computed: set[fx.Node] = set()
@@ -75,9 +75,9 @@ def _read_sizes_from_inputs(graph: fx.Graph) -> None:
 
 
 def split_convolution_backward(graph: fx.Graph) -> None:
-    """Replace each ``convolution_backward`` by two: for the gradient of the input, and for those of weight and bias; in place.
+    """Replace each ``convolution_backward`` by two ops in place: gradient of the input, and gradients of weight and bias.
 
-    A single op allocates the weight's gradient together with the input's, and holds it to the end of the step. As a
+    A single op allocates both gradients together, and the weight's is held to the end of the step. As a
     separate op it can be scheduled later; until then only the activations that it reads are held, which are usually
     smaller. Results are bitwise equal.
     """

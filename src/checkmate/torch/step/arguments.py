@@ -1,4 +1,4 @@
-"""Model, loss, optimizer, example and batches, checked before anything is traced: Dynamo does not tell the cause."""
+"""Model, loss, optimizer, example and batches, checked before tracing, because Dynamo's errors do not tell the cause."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger("checkmate.torch")
 
 Loss = Callable[..., torch.Tensor]
 Example = Sequence[Any] | Mapping[str, Any]
-"""A batch: positional arguments, the loss's target last, or keyword arguments of the model."""
+"""A batch: positional arguments with the loss's target last, or keyword arguments of the model."""
 
 
 def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, example: Example) -> None:
-    """Check that a step can be made of a model, a loss, an optimizer and an example."""
+    """Check a model, a loss, an optimizer and an example for a step."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(f"model={_name(model)} is not a module", hint="give an instance of torch.nn.Module")
     _check_loss(loss)
@@ -64,7 +64,7 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
 
 
 def refuse_inference_mode() -> None:
-    """Refuse to train where no tensor can have a gradient. Under `torch.no_grad` a step runs: it switches gradients on."""
+    """Refuse inference mode, in which no tensor can have a gradient. Under `torch.no_grad` a step runs: it enables gradients."""
     if torch.is_inference_mode_enabled():
         raise OptionError(
             "a step trains, and under torch.inference_mode() nothing has a gradient",
@@ -73,7 +73,7 @@ def refuse_inference_mode() -> None:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Refuse to compile a step that has no memory to run in, or whose tensors nothing can change."""
+    """Refuse to compile a step without memory to run in, or with tensors that cannot be changed."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise OptionError(
@@ -88,7 +88,7 @@ def refuse_untrainable(model: nn.Module) -> None:
 
 
 def warn_of_clipping(caller: CodeType) -> None:
-    """Warn where a function that calls a step with an optimizer clips gradients as well: there are none after the step."""
+    """Warn if a function calls a step with an optimizer and clips gradients: after the step there are none."""
     named = [name for name in ("clip_grad_norm_", "clip_grad_value_") if name in caller.co_names]
     if named:
         _log.warning(
@@ -104,7 +104,7 @@ class BatchLayout:
     """The arguments of the batches of a step, known from its example."""
 
     example: str  # in words: names, types and shapes
-    count: int | None  # elements of a batch by position; None where the example is a mapping
+    count: int | None  # elements of a batch by position; None if the example is a mapping
     names: tuple[str, ...]  # of a batch by keyword, in order
     tensors: tuple[bool, ...]  # whether each of them is a tensor
 
@@ -116,7 +116,7 @@ class BatchLayout:
         return cls(described(example), count, names, tuple(isinstance(value, torch.Tensor) for value in values))
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        """The batch that a step is called with: as the example was, also in one piece."""
+        """The batch of a call of the step, in the form of the example; it may be passed as one argument."""
         if self.count is None:
             whole = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
             batch: Any = args[0] if whole else kwargs
@@ -149,7 +149,7 @@ class BatchLayout:
 
 
 def described(batch: Example, kwargs: Mapping[str, Any] | None = None) -> str:
-    """A batch in words, such as ``2 arguments: float32 (64, 32), int64 (64,)``."""
+    """A batch in words, for example ``2 arguments: float32 (64, 32), int64 (64,)``."""
     named = {**(batch if isinstance(batch, Mapping) else {}), **(kwargs or {})}
     parts = [_described(value) for value in (() if isinstance(batch, Mapping) else batch)]
     parts += [f"{name}={_described(value)}" for name, value in named.items()]
@@ -181,7 +181,7 @@ def _check_example(example: Any, has_loss: bool) -> None:
     sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if sizes and not any(sizes):
         raise OptionError(f"example has no sample: {described(example)}", hint="give a batch of at least one")
-    # Each number outside of tensors is a constant of the graph, and a list of thousands takes minutes to trace.
+    # Each number outside of tensors is a constant of the graph; tracing a list of thousands takes minutes.
     if len(numbers := [leaf for leaf in leaves if type(leaf) in (int, float, bool)]) > 64:
         raise OptionError(
             f"example has {len(numbers):,} numbers in lists, and each would be a constant of the graph",
@@ -204,7 +204,7 @@ def _check_loss(loss: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is None or (not isinstance(optimizer, type) and hasattr(optimizer, "param_groups")):
-        step: Any = getattr(type(optimizer), "step", None)  # that of the class: schedulers wrap the instance's
+        step: Any = getattr(type(optimizer), "step", None)  # the method of the class: schedulers wrap the method of the instance
         if step is not None and _refused(step, (optimizer,), {}):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__} runs the model as often as it likes, by a closure; a step runs it once",
@@ -220,7 +220,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _refused(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a function cannot be called with such arguments; empty where it can, or its signature is not known."""
+    """The reason why a function cannot be called with these arguments; empty if it can, or its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A planned step: its graph and its plan, what they say of memory and time, and a page about them."""
+"""A planned step: its graph and its plan, their memory and time, and a page about them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedStep:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs it."""
+        """The plan of the step."""
         return self.result.plan
 
     def explain(self, *, curve: Curve | None = None) -> StepExplanation:
@@ -56,7 +56,7 @@ class PlannedStep:
         """Write one HTML page about the plan, which needs no network; see `checkmate.report.html_report`.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing file is replaced.
 
         Returns:
             The path of the file.
@@ -66,7 +66,7 @@ class PlannedStep:
         return file
 
     def __repr__(self) -> str:
-        """A few lines: size, peak, overhead, and what to call for more."""
+        """A few lines: size, peak, overhead, and the methods with more."""
         result, ops = self.result, len(self.graph.ops)
         again = len(self.plan.order) - ops
         lines = [
@@ -86,7 +86,7 @@ class Saved(NamedTuple):
 
     Attributes:
         name: Name of the value that allocates it.
-        kind: The op that writes it, such as ``aten.addmm.default``.
+        kind: The op that writes it, for example ``aten.addmm.default``.
         size_bytes: Size in bytes.
         source: Module path, file and line of that op.
     """
@@ -102,12 +102,12 @@ class StepExplanation:
     """Explanation of a planned step; ``str`` of it is a readable text.
 
     Attributes:
-        saved: Storages that are live when the backward begins and read by it, largest first.
+        saved: Storages that are live when the backward begins and that it reads, largest first.
         remats: Recomputed ops, the most costly first.
         tangent_bytes: Bytes of the gradients of the forward's outputs other than scalars. AOTAutograd materialises them, as
             zeros, even for outputs that no loss depends on.
         peak: The values that are live at the peak, each with the reason.
-        remarks: Remarks on the plan of a step, such as what runs piece by piece.
+        remarks: Remarks on the plan of a step, for example on ops that run piece by piece.
     """
 
     saved: tuple[Saved, ...]
@@ -120,7 +120,7 @@ class StepExplanation:
         """The explanation as text.
 
         Args:
-            most: Number of lines of each list; the rest is summed up.
+            most: Maximum number of lines of each list; one line has the sum of the rest.
         """
         total = sum(s.size_bytes for s in self.saved)
         lines = [*self.remarks, f"saved for the backward: {format_bytes(total)} in {len(self.saved)} tensors"]
@@ -143,7 +143,7 @@ class StepExplanation:
 
 
 def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
-    """Storages that were written before the backward begins, and not freed or recomputed before they are read there."""
+    """Storages that are written before the backward begins and read in it, and not freed or recomputed in between."""
     live: set[int] = set()
     found: dict[int, None] = {}
     backward = False
@@ -165,7 +165,7 @@ def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
 
 
 def _begins_backward(graph: Graph, op: int) -> bool:
-    # Constants of the backward, such as the gradient of the loss, and views of parameters may be made at any time.
+    # Constants of the backward, for example the gradient of the loss, and views of parameters may be made at any time.
     reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
     allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)
     return op == graph.boundary or (graph.ops[op].phase == "backward" and allocates)

@@ -1,4 +1,4 @@
-"""How a training step is made from a model, a loss and an optimizer: the program to trace, and the rest of each run."""
+"""A training step from a model, a loss and an optimizer: the program to trace, and the rest of each run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CACHES = ("past_key_values", "cache_params")
 def forward_program(model: torch.nn.Module, loss: Loss | None, *, outputs: bool = True) -> Program:
     """``program(args, kwargs) -> (prediction, loss)``; the prediction is detached.
 
-    It is None where the model returns its loss alone, and where ``outputs`` asks for no more.
+    The prediction is None if the model returns only its loss, or if ``outputs`` is false.
     """
 
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
@@ -48,7 +48,7 @@ def forward_program(model: torch.nn.Module, loss: Loss | None, *, outputs: bool 
 
 
 def model_program(model: torch.nn.Module) -> Callable[..., Any]:
-    """``program(args, kwargs)`` that returns what the model does."""
+    """``program(args, kwargs)`` that returns the output of the model."""
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return model(*args, **kwargs)
@@ -57,7 +57,7 @@ def model_program(model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returns: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple."""
+    """The loss in the output of a model: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
@@ -71,7 +71,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _check_loss(value: Any, hint: str = "give a loss that returns one, such as reduction='mean'") -> None:
-    """Refuse what has no gradient of one number; nothing of it is left in a traced program."""
+    """Refuse a value that is no differentiable scalar; a traced program contains no op of this check."""
     if not isinstance(value, torch.Tensor):
         raise OptionError(
             f"the loss is a {_kind(value)}, and not a tensor",
@@ -82,13 +82,13 @@ def _check_loss(value: Any, hint: str = "give a loss that returns one, such as r
 
 
 def _kind(value: Any) -> str:
-    """The type of a value; numbers of `Tensor.item` have another while they are traced."""
+    """The type of a value; while tracing, numbers of `Tensor.item` have another one."""
     name, traced = type(value).__name__, isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
     return name.removeprefix("Sym").lower() if traced else name
 
 
 NO_LOSS = "give a loss, such as loss=torch.nn.functional.mse_loss with example=(x, y), or labels in the example"
-"""Hint where a model returns no loss, and none was given."""
+"""Hint for a model that returns no loss, if none was given."""
 
 
 def _detached(output: Any) -> Any:
@@ -100,7 +100,7 @@ def _detached(output: Any) -> Any:
 
 
 def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
-    """Outputs of one structure made one, each leaf of theirs; PyTorch does not look into dataclasses, and this does."""
+    """Combine outputs of one structure leaf by leaf, dataclasses included, which PyTorch does not look into."""
     first = outputs[0]
     if dataclasses.is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first) if field.init and field.name not in _CACHES]
@@ -158,7 +158,7 @@ def with_unique_code(program: Any) -> Any:
 
 
 def check_micro_batches(batch: Any, micro_batches: int) -> None:
-    """Refuse a number of parts that is not positive, or does not divide the rows of a batch."""
+    """Refuse a number of micro batches that is not positive, or does not divide the rows of a batch."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise OptionError(
             f"micro_batches={micro_batches!r} is not a whole number of at least 1",
@@ -183,7 +183,7 @@ def _cut(batch: Any, parts: int) -> list[Any]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Rows one after the other; of numbers, such as a loss, the mean, by the arithmetic of the step's own loss."""
+    """Concatenated rows; for scalars such as a loss the mean, in the arithmetic of the step's own loss."""
     first = parts[0]
     if len(parts) == 1 or not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
         return first
@@ -202,12 +202,12 @@ _log = logging.getLogger("checkmate.torch")
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """How a step is traced and run."""
+    """The programs of a step: to trace, and to run."""
 
-    program: Program  # what is traced
+    program: Program  # to trace
     forward: Program  # model and loss alone
-    finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and whatever is not in it
-    updates: Updates | None = None  # those in the program; None where the step is not whole
+    finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
+    updates: Updates | None = None  # in the program; None if the step is not whole
     wrapped: DistributedDataParallel | None = None  # the module around the model
 
     @property
@@ -238,7 +238,7 @@ class StepRecipe:
         validate_arguments(self.model, self.loss, self.optimizer, self.example)
 
     def spec(self) -> StepSpec:
-        """The step, whole where it can be; refused where it has to be and cannot."""
+        """The step, whole if possible; refused if it has to be whole and cannot."""
         self._check()
         optimizer = self.optimizer
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
@@ -266,12 +266,12 @@ class StepRecipe:
         return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm), wrapped=wrapped)
 
     def spec_of_model(self) -> StepSpec:
-        """The model alone, which a plain loop compiles, called with the example."""
+        """The model alone, called with the example; a plain loop compiles it."""
         program = self._cast(model_program(self.model))
         return StepSpec(program, program, lambda run: run())
 
     def _cast(self, program: Program) -> Program:
-        """The same program under `torch.autocast`, if that is asked for."""
+        """The same program under `torch.autocast`, if the recipe has ``autocast``."""
         if self.autocast is None:
             return program
         if self.autocast not in (torch.bfloat16, torch.float16):
@@ -296,7 +296,7 @@ class StepRecipe:
 
 
 def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
-    """Run a program with the updates in it; nothing is left to do."""
+    """Run a program that includes the updates; nothing else is left to do."""
     if any(p.grad is not None for p in updates.parameters):
         raise OptionError(
             "gradients of an earlier backward are there, and a whole step would not use them",
@@ -308,7 +308,7 @@ def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.
             hint="register it before checkmate.torch.compile, or compile with whole=False",
         )
     prediction, loss, _ = run()
-    # Learning-rate schedulers warn unless the optimizer's step() was called before theirs, and it is this flag that they read.
+    # Learning-rate schedulers warn unless the optimizer's step() was called before theirs, and they read this flag.
     updates.optimizer._opt_called = True  # type: ignore[attr-defined]
     return prediction, loss
 
@@ -316,7 +316,7 @@ def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.
 def _finish_split(
     optimizer: torch.optim.Optimizer | None, clip_norm: float | None, run: Callable[[], Any]
 ) -> tuple[Any, torch.Tensor]:
-    """Run a program that is a forward, then the backward and the optimizer."""
+    """Run the program of a forward, then the backward and the optimizer."""
     prediction, loss = run()
     loss.backward()
     if optimizer is not None:

@@ -40,7 +40,7 @@ def region_policy(
     costs: CostSource = "measured",
     **options: Unpack[TracedOptions],
 ) -> RegionPolicy:
-    """The cheapest policy for activation checkpointing that keeps a budget in eager mode, and what it loses against a plan.
+    """The cheapest policy for activation checkpointing that keeps a budget in eager mode, and its extra cost over a plan.
 
     For training loops that cannot run a plan. The step is a plain one: forward, ``loss.backward()``, ``optimizer.step()``.
 
@@ -49,17 +49,17 @@ def region_policy(
         loss: The loss.
         optimizer: The optimizer; its state and the temporary tensors of its step count.
         example: A batch.
-        budget: A total such as ``"8GiB"``, or a share such as ``"50%"``.
-        save: What regions may save. ``"ops"``: single ops, in each region separately. ``"modules"``: the same modules in all
+        budget: A total (``"8GiB"``) or a share (``"50%"``).
+        save: Values to save. ``"ops"``: of single ops, in each region separately. ``"modules"``: the same modules in all
             regions. ``"nothing"``: regions are checkpointed as a whole or not at all.
         regions: Paths of modules to checkpoint, with ``*`` and ``?``, such as ``["layers.*"]``; by default the outermost modules
             with a number for a name that have siblings.
-        costs: Where costs come from.
+        costs: Source of costs.
         options: ``autocast``, the type of `torch.autocast` around model and loss, and ``time_limit_s``, the seconds for the
             search, 60 by default, half of it for the plan to compare with.
 
     Raises:
-        InfeasibleBudgetError: Even with all regions checkpointed and nothing saved the step exceeds the budget.
+        InfeasibleBudgetError: The step exceeds the budget even with all regions checkpointed and nothing saved.
         OptionError: No module matches, or no region can be checkpointed.
         GraphBreakError: The step cannot be traced as one graph.
 
@@ -75,11 +75,11 @@ def region_policy(
     given: dict[str, Any] = {"example": example, "optimizer": optimizer, "autocast": options.get("autocast"), "costs": costs}
     half_s = options.get("time_limit_s", 2 * TIME_LIMIT_S) / 2
     with progress.shown("choosing regions to checkpoint"):
-        # Eager mode makes tensors of a few bytes from Python numbers, 32 in a network with unfused attention; the trace has none.
+        # Eager mode makes tensors of a few bytes from Python numbers, 32 with unfused attention; the trace has none.
         graph = capture(model, loss, **given, whole=False, reserve=4096)
         problem = Problem(graph, budget)
         _check_update(graph.resident_bytes, model, optimizer, problem.budget_bytes)
-        on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())  # where the random state is, in any case
+        on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())  # the random state is always there
         return choose_policy(
             graph,
             problem.budget_bytes,
@@ -119,7 +119,7 @@ def context_fn(saved: Iterable[Call]) -> Callable[[], tuple[AbstractContextManag
     """The argument ``context_fn`` of `torch.utils.checkpoint.checkpoint` and of ``checkpoint_wrapper``, for one region.
 
     Args:
-        saved: Ops to save: kind and number of earlier ops of that kind in the region, as in `RegionPolicy.saved`.
+        saved: Ops to save: kind, and number of earlier ops of the same kind in the region, as in `RegionPolicy.saved`.
     """
     calls = frozenset((kind, occurrence) for kind, occurrence in saved)
     return functools.partial(_contexts, calls) if calls else noop_context_fn
@@ -145,7 +145,7 @@ def _contexts(saved: frozenset[Call]) -> tuple[AbstractContextManager[Any], Abst
 def _check_update(
     resident_bytes: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, budget_bytes: int
 ) -> None:
-    """Refuse a budget that the optimizer's step exceeds, when all gradients exist."""
+    """Refuse a budget that the optimizer's step exceeds while all gradients exist."""
     if optimizer is None:
         return
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -44,18 +44,18 @@ _log = logging.getLogger("checkmate.torch")
 
 @dataclass(eq=False, slots=True)
 class _Compiled:
-    """The graphs that a step was compiled for. PyTorch keeps a backend for ever, so that none may hold the model."""
+    """The graphs that a step was compiled for. PyTorch keeps a backend for ever, and therefore no backend may hold the model."""
 
     planned: list[tuple[Graph, Result]] = field(default_factory=list)
     shapes: list[tuple[Any, ...]] = field(default_factory=list)  # sizes of the inputs of each
-    returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # storages of what the last run returned
+    returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # storages that the last run returned
 
     def returned_bytes(self) -> int:
-        """Bytes of what the last run returned, as far as it exists: the plan of a whole step has room for it."""
+        """Bytes that the last run returned and that still exist: the plan of a whole step has room for them."""
         return sum({s.data_ptr(): s.nbytes() for ref in self.returned if (s := ref()) is not None}.values())
 
     def record(self, interface: GraphInterface, result: Result) -> None:
-        """Note a plan; say so if it is not the first one."""
+        """Note a plan; log it if it is not the first one."""
         if self.planned:
             peak = format_bytes(result.peak_bytes)
             what = "the step was compiled again" if self.shapes[-1] in self.shapes[:-1] else "a new shape was compiled"
@@ -64,11 +64,11 @@ class _Compiled:
 
 
 class Step:
-    """A compiled training step. Make one with `checkmate.torch.compile`.
+    """A compiled training step. `checkmate.torch.compile` makes one.
 
     Attributes:
         graph: The graph of the step for the example.
-        plan: The plan that runs it.
+        plan: The plan of the step.
         result: The solver's result: the plan with its cost, its peak and their proven bounds.
         whole: Whether the optimizer's updates are in the graph, each right after the last op of its gradient.
     """
@@ -90,7 +90,7 @@ class Step:
             hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-                # A plan that was given is for the example's shape; other shapes are planned.
+                # A given plan is for the example's shape; other shapes are planned.
                 now = replace(options, plan=given if not compiled.planned else None)
                 compiled.shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
                 return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
@@ -106,17 +106,17 @@ class Step:
         """Run one step: forward, loss, backward, and the optimizer if there is one. The gradients are then cleared.
 
         Args:
-            args: A batch like the example: the model's inputs, then the loss's target; or such a batch in one piece.
+            args: A batch like the example: the model's inputs, then the loss's target; or this batch as one argument.
             kwargs: The model's inputs, if the example was a mapping.
 
         Returns:
-            The prediction and the loss, both detached: the backward is done. Where the model computes its loss: what it
-            returned, detached, such as an output of Hugging Face's with ``.loss`` and ``.logits``, or (None, loss) where that is
-            the loss alone or ``outputs="released"`` asks for no more. The cache that only generation reads is left out.
+            The prediction and the loss, both detached: the backward is done. If the model computes its loss: its output,
+            detached, for example an output of Hugging Face's with ``.loss`` and ``.logits``. (None, loss) if the output is the
+            loss alone, or with ``outputs="released"``. The cache that only generation reads is left out.
 
         Raises:
             CheckmateError: The batch has a new shape, and no plan for it keeps the budget.
-            OptionError: The arguments are not those of the example, or ``micro_batches`` does not divide the rows.
+            OptionError: The arguments do not match the example, or ``micro_batches`` does not divide the rows.
         """
         refuse_inference_mode()
         if self._unclipped:
@@ -143,7 +143,7 @@ class Step:
         """Write one HTML page about the plan, which needs no network.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing file is replaced.
 
         Returns:
             The path of the file.
@@ -206,8 +206,8 @@ def compile(  # noqa: A001 - named like torch.compile
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
         by_position: Refused: all other arguments are given by name.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
-        budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number, or a share
-            such as ``"70%"`` of what the step needs above what no plan can change, which stays as many bytes for smaller batches.
+        budget: Maximum of bytes on the device during a step, everything included: ``"8GiB"``, a number, or a share
+            such as ``"70%"`` of the bytes that the step needs above fixed bytes; a smaller batch has the same number of bytes.
             None keeps everything.
         options: Options of planning and compiling; `StepOptions` describes them.
 
@@ -215,7 +215,7 @@ def compile(  # noqa: A001 - named like torch.compile
         InfeasibleBudgetError: No plan keeps the budget.
         PlanNotFoundError: No plan was found in time.
         GraphBreakError: The step cannot be traced as one graph.
-        OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
+        OptionError: ``whole`` is true, and the optimizer or the options do not allow a whole step.
 
     Examples:
         >>> import torch
@@ -266,19 +266,19 @@ def capture(
         optimizer: Its state counts as resident, and in a whole step its updates are ops of the graph.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
             workspace.
-        chunking: ``"auto"`` or ``"exact"`` for the graph in which those regions run piece by piece that make the smallest peak
-            lower: for `min_budget`, `pareto` and reports. `compile` takes no plan of it: it chooses regions by the budget.
+        chunking: ``"auto"`` or ``"exact"`` for the graph whose regions run piece by piece if that lowers the smallest peak, for
+            `min_budget`, `pareto` and reports. `compile` takes no plan of this graph: it chooses regions by the budget.
         device: A device that need not be present: a name (``"H100"``), a profile or the path of a file with one. The step is
-            traced on the CPU and then changed into what that device would run: its attention kernels and its allocator's
+            traced on the CPU and then changed into the step of that device: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
-            be on the meta device. `fits` also reports what is not known about the device.
-        plain_loop: Whether the step is that of a loop which compiles the model alone, by `torch.compile`, and calls the loss and
-            the optimizer itself: a plan of it is for ``options={"plan": ...}`` of the backend.
+            be on the meta device. `fits` also reports unknown properties of the device.
+        plain_loop: Whether a loop compiles only the model, by `torch.compile`, and calls the loss and the optimizer itself. A
+            plan of this step is for ``options={"plan": ...}`` of the backend.
         options: Further options, as in `compile`; `GraphOptions` describes them.
 
     Raises:
         GraphBreakError: The step cannot be traced as one graph.
-        OptionError: No such device is known, or exact pieces are asked for where nothing runs.
+        OptionError: The device is unknown, or exact pieces are requested but nothing runs.
     """
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
@@ -302,9 +302,9 @@ def capture(
 
 
 def _whole(recipe: StepRecipe, options: Options) -> bool | None:
-    """Whether the updates are in the step; None for wherever they can be.
+    """Whether the updates are in the step; None if they are in it whenever possible.
 
-    Inductor compiles them only where that is asked for, since they are then rounded in another way.
+    Inductor compiles updates only with ``whole`` or ``micro_batches``: it rounds them in another way.
     """
     whole = recipe.whole
     if options.checkpoints == "respected":

@@ -1,4 +1,4 @@
-"""Tracing a step as one graph, and stopping where the graph or its compiled form exists, before anything runs."""
+"""Tracing a step as one graph, and stopping as soon as the graph or its compiled form exists, before anything runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CaptureStop:
     """The two places at which `stop_after_capture` can end its block; functions for `Hooks`."""
 
     def __init__(self) -> None:
-        self.step: ChunkableStep[Capture] | None = None  # as captured, once `before_planning` was called
+        self.step: ChunkableStep[Capture] | None = None  # as captured, after the call of `before_planning`
         self.active = True
 
     def before_planning(self, step: ChunkableStep[Capture]) -> NoReturn:
@@ -58,7 +58,7 @@ class CaptureStop:
         raise DynamoTransparentError(_StopAfterCapture())
 
     def before_running(self) -> None:
-        """End the block when the step is planned and compiled; called by its forward, which does nothing after the block."""
+        """End the block when the step is planned and compiled; called by its forward, which does nothing after the block ends."""
         if self.active:
             raise _StopAfterCapture
 
@@ -67,11 +67,11 @@ class CaptureStop:
 def stop_after_capture() -> Iterator[CaptureStop]:
     """Call a compiled function for its compilation alone.
 
-    `torch.compile` compiles a function at its first call and then runs it, and has no public way to do only the first. The
-    call is therefore ended by an exception, before the first kernel of the step: model, optimizer and random state stay as they
-    are. A graph alone needs no plan and no compiled code, so that the exception comes in place of planning, within Dynamo, which
-    would wrap any exception of a backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its
-    code in Dynamo's cache, so that its forward raises when Dynamo runs it for the first time.
+    `torch.compile` compiles a function at its first call and then runs it, and has no public way to only compile. An exception
+    therefore ends the call before the first kernel of the step: model, optimizer and random state stay unchanged. A graph alone
+    needs no plan and no compiled code: the exception takes the place of planning, within Dynamo. Dynamo wraps any exception of a
+    backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache:
+    its forward therefore raises when Dynamo runs it for the first time.
     """
     stop = CaptureStop()
     with contextlib.suppress(_StopAfterCapture):
@@ -80,7 +80,7 @@ def stop_after_capture() -> Iterator[CaptureStop]:
 
 
 def trace_step(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> ChunkableStep[Capture]:
-    """A step as captured for a device, by default the one at hand; nothing runs."""
+    """The capture of a step for a device, by default the current one; nothing runs."""
     rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     with stop_after_capture() as stop, spec.tracing_context(), rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
@@ -94,12 +94,12 @@ def trace_step(spec: StepSpec, batch: Example, options: Options, target: Emulate
 
 
 def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, example: str = "") -> Any:
-    """Call the compiled program of a step with a batch; ``example`` is its example in words, if the batch is another.
+    """Call the compiled program of a step with a batch; ``example`` is its example in words, if the batch differs.
 
-    Dynamo compiles at any call with a new shape, so that its settings for one graph hold at every call.
+    Dynamo compiles at any call with a new shape: its settings for one graph therefore apply to every call.
     """
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    # Methods of loggers that Dynamo is to skip, with those that libraries add, such as ``warning_once``.
+    # Methods of loggers that Dynamo has to skip, including ``warning_once`` and others of libraries.
     methods = {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
     try:
         settings = patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=methods)
@@ -123,7 +123,7 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
 
 @contextlib.contextmanager
 def _without_log_of_shapes() -> Iterator[None]:
-    """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is told once, in words."""
+    """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is reported once, in words."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -133,16 +133,16 @@ def _without_log_of_shapes() -> Iterator[None]:
 
 
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """The error that model and loss raise without Dynamo, if they do: they run on fake tensors, without memory."""
+    """The error that model and loss raise without Dynamo, if any; they run on fake tensors, without memory."""
     held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     mode = held[0].fake_mode if held else fake_mode_with_numbers()
     try:
-        # The call has shown the warnings.
+        # The earlier call has shown the warnings.
         with mode, _without_log_of_shapes(), torch.enable_grad(), warnings.catch_warnings(action="ignore"):
             fake = args if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
             spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, kwargs))
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
-        return None if type(error).__module__.startswith("torch.") else error  # what fake tensors cannot do
+        return None if type(error).__module__.startswith("torch.") else error  # an op that fake tensors cannot do
     return None
 
 

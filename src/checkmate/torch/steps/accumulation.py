@@ -1,12 +1,12 @@
 """Adds gradients to existing ones inside a compiled backward, with the results and the hooks of autograd.
 
-For such a parameter the backward does not return its new gradient but the sum, in the storage of ``.grad``. Right before autograd
-would add it to ``.grad``, a hook sets that to None, and autograd takes over the sum as it is, without a copy. All hooks that run
-after a gradient is accumulated run as before. A hook that runs earlier has to see the new gradient alone, so that autograd
-itself accumulates for a parameter that has one.
+For these parameters the backward returns the sum, in the storage of ``.grad``, instead of the new gradient. Right before
+autograd would add the sum to ``.grad``, a hook sets ``.grad`` to None, and autograd takes over the sum without a copy. All hooks
+that run after a gradient is accumulated run as before. A hook that runs earlier must see the new gradient alone: autograd itself
+accumulates for a parameter with an earlier hook.
 
-Autograd sums all gradients that a parameter gets in one backward, and adds the sum to ``.grad``. Since sums of floating-point
-numbers depend on their order, it also accumulates for a parameter until a backward has shown that it gets one gradient only.
+Autograd sums all gradients that a parameter gets in one backward, and adds the sum to ``.grad``. Sums of floating-point numbers
+depend on their order. Autograd therefore also accumulates until a backward has shown that a parameter gets only one gradient.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from checkmate.torch.passes.gradients import ACCUMULATE
 
 
 class GradientSources:
-    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown."""
+    """Records which leaves get their gradients from one compiled backward alone, according to the backwards so far."""
 
     def __init__(self) -> None:
-        # By the identity of the leaf: whether what it got was what a compiled backward had returned. WeakIdKeyDictionary
-        # takes 5 us for what is asked several times for each parameter of each backward.
+        # By the identity of a leaf: whether its gradient was the one that a compiled backward had returned. A lookup in a
+        # WeakIdKeyDictionary takes 5 us, and each backward needs several for each parameter.
         self._sole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
         self.added: dict[
             int, int
@@ -39,11 +39,11 @@ class GradientSources:
         return known[1] if known is not None and known[0]() is leaf else None
 
     def seen(self, leaf: torch.Tensor) -> bool:
-        """Whether a backward has shown it."""
+        """Whether a backward has recorded a leaf."""
         return self._known(leaf) is not None
 
     def record(self, leaf: torch.Tensor, sole: bool) -> None:
-        """Record what a backward has shown; that a leaf once got other gradients is never forgotten."""
+        """Record whether a leaf got its gradient from one compiled backward alone; a leaf that once got others stays False."""
         known = self._known(leaf)
         if known is None:
             key = id(leaf)
@@ -56,12 +56,12 @@ class GradientSources:
         self.added.pop(key, None)
 
     def accumulates(self, leaf: torch.Tensor) -> bool:
-        """Whether a compiled backward may add to the gradient of a leaf, in place and with the result that autograd has."""
+        """Whether a compiled backward may add to the gradient of a leaf in place, with the same result as autograd."""
         return self._known(leaf) is True and not leaf._backward_hooks and _is_plain(leaf.grad, leaf)
 
 
 def _is_plain(existing: torch.Tensor | None, leaf: torch.Tensor) -> bool:
-    """Whether a gradient is one that autograd adds to in place, and takes over as it is."""
+    """Whether autograd would add to a gradient in place, and take it over without a copy."""
     return (
         existing is not None
         and type(existing) is torch.Tensor
@@ -92,11 +92,11 @@ class Accumulation(AbstractContextManager[None]):
         ACCUMULATE.adding.add = self._add
 
     def __exit__(self, *_: object) -> None:
-        """The backward is over, or has failed: then some gradients are accumulated, as in any backward that fails."""
+        """End a backward that is over or has failed; after a failure some gradients are accumulated, as in any backward."""
         del ACCUMULATE.adding.add
 
     def hand_over(self, gradients: Sequence[Any]) -> None:
-        """Have autograd take over the sums, and see what becomes of the gradients of leaves that were not seen before."""
+        """Have autograd take over the sums, and watch the gradients of leaves that no backward has recorded."""
         for k, node in self._nodes.items():
             gradient = gradients[k]
             if isinstance(gradient, torch.Tensor):
@@ -119,9 +119,9 @@ class Accumulation(AbstractContextManager[None]):
         leaf, added, sources = self._leaves[position], position in self._added, self._sources
 
         def arrives(gradient: torch.Tensor | None) -> None:
-            # Autograd adds others to the first one in place, unless its storage has another owner, as that of a sum has.
+            # Autograd adds other gradients to the first one in place, unless its storage has another owner, as a sum has.
             sole = gradient is not None and storage_key(gradient) == storage and (added or gradient._version == version)
-            if not leaf._backward_hooks:  # they may have replaced it
+            if not leaf._backward_hooks:  # hooks may have replaced the gradient
                 sources.record(leaf, sole)
             if added:
                 leaf.grad = None

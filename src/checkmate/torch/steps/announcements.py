@@ -1,4 +1,4 @@
-"""Warnings before a step exceeds its budget that was not planned as a whole: what it takes comes to be known while it runs."""
+"""Warnings for a step that was not planned as a whole, before it exceeds its budget: its memory becomes known while it runs."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _log = logging.getLogger("checkmate.torch")
 class StepNow:
     """A step at some moment."""
 
-    recorder: StepRecorder  # what it has done so far
+    recorder: StepRecorder  # its segments and storages so far
     pending: Sequence[PendingBackward]  # its graphs in flight
-    memory: DeviceMemory | None  # all tensors as they were when its first graph was compiled; None if that was not looked up
-    first: bool  # whether it is a first step. If not, it was taken for another one that is planned
-    unseen_bytes: int  # what its eager code is expected to take, where that is not seen
+    memory: DeviceMemory | None  # all tensors as they were when its first graph was compiled; None if they were not looked up
+    first: bool  # whether it is a first step; otherwise another, planned step was expected
+    unseen_bytes: int  # expected bytes of its eager code, if that code is not watched
 
     def held_bytes(
         self, planned: PlannedGraph, pending: Sequence[PendingBackward] | None = None, besides: Container[int] = ()
     ) -> int:
-        """Bytes of the step that exist now, and of all else."""
+        """Bytes that exist now, of the step and of everything else."""
         held = {**self.recorder.present(), **held_in_flight(self.pending if pending is None else pending)}
-        # What was outside of a graph when it was compiled may be another one's since then.
+        # Tensors that were outside of a graph when it was compiled may belong to another graph since then.
         outside = planned.resident.other_bytes if self.memory is None else self.memory.besides(held)
         rest = planned.resident.total_bytes - planned.resident.other_bytes
         return rest + outside + sum(size for key, size in held.items() if key not in besides)
 
 
 class Announcements:
-    """Says what a step may take, once for each kind of step and graph of it, and again where that was too little."""
+    """Warns of the bytes that a step may take: once for each kind of step and each of its graphs, and again if they grow."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[int, int, bool], int] = {}  # bytes, by the graph, the first one of the step, and whether it is new
+        self._said: dict[tuple[int, int, bool], int] = {}  # bytes, by the graph, the first graph, and whether the step is new
         self._first_graph = 0  # of the step, by its identity
         self._limit: _Limit | None = None  # of a step whose eager code is seen for the first time
-        self._besides_eager_bytes = 0  # of the step, after its newest segment
+        self._besides_eager_bytes = 0  # bytes without eager code, after the newest segment
         self._hooked: set[int] = set()  # graphs that ran under `saved_tensors_hooks`
-        self._outside_bytes: int | None = None  # of all else, where no graph of the step has run
+        self._outside_bytes: int | None = None  # bytes outside of a step of which no graph has run
 
     @property
     def most_bytes(self) -> int:
-        """The most that a step was said to take beyond its budget; 0 where nothing was said."""
+        """The largest total of a warning, in bytes; 0 if there was none."""
         return max(self._said.values(), default=0)
 
     def begin_step(self) -> None:
@@ -70,13 +70,13 @@ class Announcements:
         self._first_graph = self._first_graph or id(planned)
         alone = planned.alone and (not now.pending or not planned.replaceable or planned.options.plan is not None)
         if alone and not now.recorder.watched:
-            return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
+            return  # the plan of a graph alone keeps the budget, unless eager code takes more, which watched steps see
         allotted = None if planned.replaceable else allotment_of(planned.interface.whole, planned.budget)
         if alone:
             counted = held_in_flight(forwards)
             made_bytes = sum(size for key, size in now.recorder.made().items() if key not in counted)
             if allotted is not None and allotted.eager_bytes is not None and made_bytes <= allotted.eager_bytes:
-                return  # it was compiled to leave as much
+                return  # it was compiled to leave this much
             needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
         else:
             needed = now.held_bytes(planned, forwards) + now.unseen_bytes + own.memory.peak_bytes
@@ -90,22 +90,22 @@ class Announcements:
             self._besides_eager_bytes = now.held_bytes(self._limit.planned) - now.recorder.eager_bytes
 
     def of_eager_code(self, size_bytes: int, now: StepNow) -> None:
-        """Warn where eager code, and an op of it that allocates so many bytes, exceed the budget."""
+        """Warn if eager code exceeds the budget together with its present op, which allocates ``size_bytes``."""
         if self._limit is not None:
             eager_bytes = now.recorder.eager_bytes
             needed = self._besides_eager_bytes + eager_bytes + size_bytes
-            # What eager code has made has gradients as large, which are still to come.
+            # The tensors that eager code has made have gradients as large, which are still to come.
             self._say(self._limit, now.first, needed, needed + eager_bytes, 2 * eager_bytes)
 
     def before_any_graph(self, budget: Budget, device: torch.device, eager_bytes: int) -> None:
-        """Warn where eager code exceeds the budget and no graph of the step has run: Dynamo may have made none."""
+        """Warn if eager code exceeds the budget before any graph of the step has run: Dynamo may have made none."""
         if budget.total_bytes is None:
             return
         if self._outside_bytes is None:
             self._outside_bytes = device_memory(device).total_bytes - eager_bytes
         needed, key = self._outside_bytes + eager_bytes, (0, 0, True)
         if needed > max(budget.total_bytes, self._said.get(key, 0)):
-            self._said[key] = needed + eager_bytes  # what eager code has made has gradients as large
+            self._said[key] = needed + eager_bytes  # gradients of these tensors are as large
             _log.warning(
                 "a first step may take up to %s, more than its budget of %s: no graph of it has run yet",
                 format_bytes(self._said[key]),
@@ -113,7 +113,7 @@ class Announcements:
             )
 
     def before_backward(self, pending: PendingBackward, tangents: Iterable[object], now: StepNow) -> None:
-        """Warn before a backward: what eager code and the graphs after its own hold is known now."""
+        """Warn before a backward: the bytes of eager code and of the graphs after its own are known now."""
         if self._limit is not None:
             memory = pending.program.memory
             given = {storage_key(t) for t in tangents if isinstance(t, torch.Tensor)}
@@ -121,7 +121,7 @@ class Announcements:
             self._say(self._limit, now.first, needed, needed, 2 * now.recorder.eager_bytes)
 
     def of_saved_tensors_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
-        """Warn where what a graph saves goes through hooks: what they hold is not known."""
+        """Warn if the saved tensors of a graph go through hooks: the bytes that hooks hold are not known."""
         if id(planned) in self._hooked:
             return
         self._hooked.add(id(planned))
@@ -155,9 +155,9 @@ class _Limit:
     """The budget of a step that has not been seen yet."""
 
     planned: PlannedGraph  # the newest graph of the step
-    total_bytes: int | None  # the budget; None for a share, which is taken of what is known so far
-    fixed_bytes: int = 0  # bytes that the step cannot give up
-    keep_all_bytes: int = 0  # what the step takes if its graphs keep everything
+    total_bytes: int | None  # the budget; None for a share, which is taken of the graphs known so far
+    fixed_bytes: int = 0  # fixed bytes of the step
+    keep_all_bytes: int = 0  # peak of the step if its graphs keep everything
 
     @classmethod
     def of(cls, forwards: Sequence[PendingBackward], made: Container[int]) -> _Limit:
@@ -180,7 +180,7 @@ class _Limit:
 
 
 def held_in_flight(forwards: Iterable[PendingBackward]) -> dict[int, int]:
-    """Bytes of each storage that graphs in flight hold, by its key: one that several hold counts once."""
+    """Bytes of each storage that graphs in flight hold, by its key: a storage that several graphs hold counts once."""
     found: dict[int, int] = {}
     for pending in forwards:
         found.update(pending.inputs)

@@ -1,14 +1,14 @@
-"""Runs the planned graphs that a thread calls: which program each run takes, and what a step is.
+"""Runs the planned graphs that a thread calls: it tells where steps begin and end, and chooses the program of each run.
 
-A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. It is over
-as well when its first graph begins again after an optimizer has run: forwards that still wait then are held by the user, and
-their backward may never run. The first time that a step is seen its segments are recorded (`StepRecorder`), and the graphs run
-programs of their own. When it begins again it is planned as a whole (`KnownSteps`), and each of its forwards runs the program
-that the plan has for its place in the step. Several kinds of steps may begin with the same graph: expected is the kind
-that followed the same step before. A step that turns out differently runs on the graphs' own programs, and is planned in turn.
-`StateMachine` has the states of a step.
+A step begins with a forward while no other forward waits for its backward, and is over when none waits any more. It is also over
+when its first graph begins again after an optimizer has run: the user holds the forwards that still wait then, and their
+backward may never run. When a step runs for the first time, `StepRecorder` records its segments, and the graphs run their own
+programs. When the step begins again, `KnownSteps` plans it as a whole, and each of its forwards runs the program of its place in
+the plan. Several kinds of steps may begin with the same graph: the coordinator expects the kind that followed the same step
+before. A step that turns out differently runs the graphs' own programs, and is planned in turn. `StateMachine` has the states of
+a step.
 
-A forward returns one more tensor for autograd to save: empty, and only there to tell which forward a backward belongs to.
+A forward returns one more tensor for autograd to save. It is empty, and only tells to which forward a backward belongs.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from checkmate.torch.steps.step_plan import StepPlan
 _log = logging.getLogger("checkmate.torch")
 
 # Autograd runs backwards on other threads, and a finalizer runs on any thread, even on one that already holds the lock. With a
-# lock for each coordinator two threads could each wait for that of the other in a finalizer.
+# lock for each coordinator, two threads in finalizers could each wait for the lock of the other.
 _LOCK = threading.RLock()
 
 
 class Coordinator:
-    """The step that is under way in one thread, and the steps that it has seen."""
+    """The step that is under way in one thread, and the steps that were seen before."""
 
     def __init__(self) -> None:
         self._machine = StateMachine()
@@ -62,7 +62,7 @@ class Coordinator:
         self._announcements = Announcements()
         self._eager = EagerCode(self._see_eager_op)
         self._calling = False  # whether a call of a compiled function is under way
-        self._budget: Budget | None = None  # of that function
+        self._budget: Budget | None = None  # of the function that is called
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
         _see_updates()
 
@@ -96,7 +96,7 @@ class Coordinator:
 
     @property
     def announced_bytes(self) -> int:
-        """The most that a step was said to take beyond its budget; 0 where nothing was said."""
+        """The largest total of a warning, in bytes; 0 if there was none."""
         return self._announcements.most_bytes
 
     @property
@@ -110,7 +110,7 @@ class Coordinator:
         return self._machine.is_under_way
 
     def budget_bytes(self, budget: Budget) -> int | None:
-        """Bytes of a budget; None for a share of which no step has been planned yet."""
+        """Bytes of a budget; None for a share before any step is planned."""
         if budget.total_bytes is not None:
             return budget.total_bytes
         forwards = self._recorder.forwards
@@ -118,7 +118,7 @@ class Coordinator:
         return self.result.budget_bytes if same and self.result is not None else None
 
     def searched_s(self) -> float:
-        """Seconds of the searches for the graphs of the step that is under way."""
+        """Seconds of the searches for the graphs of the present step."""
         return self._recorder.searched_s if self.in_flight else 0.0
 
     def held_bytes(self) -> int:
@@ -136,17 +136,17 @@ class Coordinator:
         with _LOCK:
             known = held_in_flight(self._pending) | ({} if self._recorder.over else self._recorder.present())
             if device.type == "cuda" or self._memory is None or not self.in_flight:
-                gc.collect()  # compilation leaves cycles, and with them models of before
+                gc.collect()  # compilation leaves cycles, which hold earlier models
                 self._memory = device_memory(device)
         given = [each for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None]
         return self._memory.besides(known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t)})
 
     def begin_call(self, function: object, budget: Budget | None = None) -> None:
-        """Prepare for a call of a compiled function, which tells the steps of several networks apart.
+        """Prepare for a call of a compiled function; the function tells the steps of several networks apart.
 
-        The eager code of a step that has not been seen before is seen from here on.
+        If the eager code of a step has not been seen before, it is watched from here on.
         """
-        if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
+        if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes the begin and end of a mode here
             return
         with _LOCK:
             self._recover()
@@ -163,7 +163,7 @@ class Coordinator:
                     self._eager.begin()
 
     def end_call(self) -> None:
-        """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
+        """Note that a call of a compiled function is over: its outputs may replace those of the call before."""
         if current_backward() >= 0:
             return
         self._calling = False
@@ -171,11 +171,11 @@ class Coordinator:
             self._recorder.end_call()
 
     def compiling(self, paused: bool) -> None:
-        """Do not take the allocations of a compiler for those of the step."""
+        """Do not count the allocations of a compiler as allocations of the step."""
         self._eager.pause(paused)
 
     def optimizer_ran(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer has updated parameters, in which it may have made its state."""
+        """Record that an optimizer has updated parameters and may have created its state."""
         self._updated = True
         if self._eager.is_watched:
             with self._update():
@@ -186,7 +186,7 @@ class Coordinator:
         recorder = self._recorder
         with self._update():
             for tensor in op.given:
-                # AOTAutograd detaches what it saves for a backward: that is no code of the user.
+                # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
                 if not any(storage_key(tensor) in pending.held for pending in self._pending):
                     recorder.read(tensor)
                 if op.is_exchange:
@@ -206,7 +206,7 @@ class Coordinator:
             yield
 
     def _recover(self) -> None:
-        """Throw away the whole account of a step in which an exception came, such as that of Ctrl-C."""
+        """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
         if self.state is not StepState.INTERRUPTED:
             return
         self._recorder.close()
@@ -217,8 +217,8 @@ class Coordinator:
         self._machine.throw_away()
 
     def end_watch(self) -> None:
-        """Take the watch of eager code off where its step is over: when an optimizer begins, or with the next call."""
-        if not self._calling and (self._recorder.over or not self.in_flight):  # Dynamo undoes what is ended while it runs
+        """Stop watching eager code if its step is over: when an optimizer begins, or with the next call."""
+        if not self._calling and (self._recorder.over or not self.in_flight):  # Dynamo would undo the end of a mode
             self._eager.end()
 
     def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:
@@ -239,8 +239,8 @@ class Coordinator:
             pending.symbols = results[len(results) - program.num_symbols :]
             results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
             results.insert(planned.num_outputs, token)
-            # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then; that the
-            # saved tensors are freed is the only sign of it. At exit there is nothing left to count.
+            # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then: the
+            # only sign is that the saved tensors are freed. At exit there is nothing left to count.
             weakref.finalize(token.untyped_storage(), _drop, key := storage_key(token)).atexit = False
             _IN_FLIGHT[key] = self, pending
             self._end_forward(pending, results)
@@ -251,7 +251,7 @@ class Coordinator:
         with self._update():
             forwards = self._recorder.forwards
             if self.in_flight and forwards and forwards[0].planned is planned and self._may_be_over():
-                for pending in list(self._pending):  # they are held by the user, and are not differentiated
+                for pending in list(self._pending):  # the user holds them, and does not differentiate them
                     self._give_up(pending)
             if not self.in_flight:
                 self._begin_step(planned, args)
@@ -259,7 +259,7 @@ class Coordinator:
             as_planned = program is not None
             run = self._recorder.begin_forward(planned, args, transient)
             inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
-            # Transient ones are counted with their wrapper.
+            # Transient inputs are counted with their wrapper.
             inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
             pending = PendingBackward(run, program or planned.own, inputs)
             if pending.program.undefined:
@@ -321,9 +321,9 @@ class Coordinator:
             args[first:] = planned.materialized(args[first:], program.undefined)
             results = program.backward(args)
         if undefined > program.undefined and planned.replaceable:
-            # Eager code before this graph may compute more where it is given zeros.
+            # Eager code before this graph may compute more if it is given zeros.
             results = list(results)
-            with self._eager.paused():  # it may be captured for this
+            with self._eager.paused():  # the graph may be captured for this
                 for k in planned.without_gradient(undefined):
                     results[k] = None
         accumulation.hand_over(results)
@@ -334,7 +334,7 @@ class Coordinator:
         return self._updated and self._recorder.after_backward
 
     def _begin_step(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
-        """Plan the step that probably begins with a graph: the one that followed the same step before, or the newest one."""
+        """Plan the step that probably begins with a graph: the kind that followed the same step before, or the newest kind."""
         self._end_step()
         if self._recorder.forwards:
             self._new_recorder(watched=self._eager.is_watched)
@@ -361,7 +361,7 @@ class Coordinator:
         self._recorder = StepRecorder(self._machine, watched=watched)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
-        """The program that the plan of the step has for its next forward; None where there is none."""
+        """The program that the plan of the step has for its next forward; None if there is none."""
         if self._plan is None:
             return None
         for position in range(self._position, len(self._plan.graphs)):
@@ -378,16 +378,16 @@ class Coordinator:
                 return planned.program(program.undefined, program.accumulated, program.result.plan.order)
             if program is not None:
                 break
-        # Another step, or a forward whose result will be dropped: after that one the plan goes on.
+        # This is another step, or a forward whose result will be dropped. The plan goes on after that forward.
         return None
 
     def _now(self) -> StepNow:
-        # Where eager code is not seen it is expected to take what it takes in other steps.
+        # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         return StepNow(self._recorder, self._pending, self._memory, self._plan is None, unseen_bytes)
 
     def _give_up(self, pending: PendingBackward) -> None:
-        """Forget that a forward waits for its backward: it is not expected any more."""
+        """Forget that a forward waits for its backward, which is not expected any more."""
         if pending in self._pending:
             if self._recorder.waits(pending.run):
                 self._recorder.abandon(pending.run)
@@ -401,17 +401,17 @@ class Coordinator:
 
 
 _IN_FLIGHT: dict[int, tuple[Coordinator, PendingBackward]] = {}
-"""Forwards whose saved tensors exist, by the key of the token's storage, and the coordinator of the thread that ran each."""
+"""Forwards whose saved tensors exist, and the coordinator of the thread that ran each, by the key of the token's storage."""
 
 
 def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
     """Run the backward of a planned graph, in the step of its forward."""
-    token = args.pop(planned.num_symbols)  # when it is freed its forward is forgotten
+    token = args.pop(planned.num_symbols)  # when the token is freed, its forward is forgotten
     found = _IN_FLIGHT.get(storage_key(token))
     if found is None:
         return coordinator().backward_through_hooks(planned, args)
     owner, pending = found
-    if not _thread.trains:  # on a GPU this is a thread of autograd, and what it computes again belongs to the same step
+    if not _thread.trains:  # on a GPU this is a thread of autograd, and its recomputations belong to the same step
         _thread.coordinator = owner
     results = owner.backward(pending, args)
     del token
@@ -419,7 +419,7 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
 
 
 def _drop(key: int) -> None:
-    """Note that what a forward saved was freed, so that its backward cannot run."""
+    """Note that the saved tensors of a forward were freed: its backward cannot run."""
     if key in _IN_FLIGHT:
         owner, pending = _IN_FLIGHT.pop(key)
         with owner._update():
@@ -428,7 +428,7 @@ def _drop(key: int) -> None:
 
 class _Thread(threading.local):
     coordinator: Coordinator | None = None
-    trains: bool = False  # whether it is no thread of autograd
+    trains: bool = False  # whether this is not a thread of autograd
 
 
 _thread = _Thread()

@@ -21,21 +21,21 @@ from checkmate.torch.graph.storages import storage_key, strided_parts
 
 @dataclass(frozen=True, slots=True)
 class EagerOp:
-    """An op that has run outside of planned graphs, with the tensors with memory among its arguments and results."""
+    """An op that has run outside of planned graphs, and those of its arguments and results that have memory."""
 
     given: Sequence[torch.Tensor]
-    made: Sequence[torch.Tensor]  # whose storages are new
-    peak_bytes: int  # the most that it had allocated at once, results and scratch memory of its kernels; 0 if not measured
+    made: Sequence[torch.Tensor]  # results with new storages
+    peak_bytes: int  # most bytes that it had allocated at once: results and scratch memory of its kernels; 0 if not measured
     is_exchange: bool  # whether it is a collective of a backward, as of the gradient buckets of ``DistributedDataParallel``
 
 
 class EagerWatch(TorchDispatchMode):
     """A dispatch mode that reports every op outside of planned graphs.
 
-    What ``DistributedDataParallel`` and ``fully_shard`` allocate is not reported: it is computed (`wrapper_memory`).
+    The allocations of ``DistributedDataParallel`` and ``fully_shard`` are not reported but computed (`wrapper_memory`).
 
-    It is begun by the context around a call of a compiled function, before autograd's state is saved for the graphs in it, and
-    stays until the step is over, so that the loss and the backward are seen.
+    The context around a call of a compiled function begins the mode, before the state of autograd is saved for the graphs in the
+    call. The mode stays on until the step is over, in order to see the loss and the backward.
     """
 
     supports_higher_order_operators = True
@@ -44,11 +44,11 @@ class EagerWatch(TorchDispatchMode):
         super().__init__()
         self._report = report
         self.paused = False  # whether nothing is reported: a planned graph runs, or Dynamo compiles
-        self.complete = True  # whether memory was measured for all ops: it cannot be where a profiler of the user is active
+        self.complete = True  # whether memory was measured for all ops: impossible while the user's profiler is active
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile while the mode is on; it would skip every function otherwise."""
+        """Let Dynamo compile while the mode is on; otherwise Dynamo would skip every function."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class EagerWatch(TorchDispatchMode):
         return results
 
     def end(self) -> bool:
-        """Take the mode off; whether that was possible. A mode that was begun later has to end first."""
+        """Take the mode off, and return whether that was possible. A mode that was begun later has to end first."""
         if top_mode() is not self:
             return False
         self.__exit__(None, None, None)
@@ -78,14 +78,14 @@ class EagerWatch(TorchDispatchMode):
 
 
 class EagerCode:
-    """Which calls of compiled functions are watched, and the watch."""
+    """The watch of eager code, and the compiled functions whose calls are watched."""
 
     def __init__(self, report: Callable[[EagerOp], None]) -> None:
         self._report = report
         self._watch: EagerWatch | None = None
-        self._complete = True  # whether all of the eager code that was seen was measured
+        self._complete = True  # whether all watched eager code was measured
         self._callers = WeakSet[Any]()  # compiled functions that were called in the step
-        self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
+        self._seen = WeakSet[Any]()  # functions of steps whose eager code has been seen
 
     @property
     def is_watched(self) -> bool:
@@ -93,7 +93,7 @@ class EagerCode:
         return self._watch is not None
 
     def is_due(self, function: object) -> bool:
-        """Whether a function is called whose eager code has not been seen, and a watch can begin."""
+        """Whether the eager code around a function has not been seen, and a watch can begin."""
         self._callers.add(function)
         return function not in self._seen and self._watch is None and top_mode() is None
 
@@ -104,13 +104,13 @@ class EagerCode:
         self._watch.__enter__()
 
     def end(self) -> None:
-        """Take the watch off. Autograd undoes that while it runs; an interrupt may have come before the watch was begun."""
+        """Take the watch off. Autograd undoes this while autograd runs; an interrupt may have come before the watch began."""
         if self._watch is not None and current_backward() < 0 and (top_mode() is None or self._watch.end()):
             self._complete = self._watch.complete
             self._watch = None
 
     def pause(self, paused: bool) -> None:
-        """Do not report what runs from now on, or report it again."""
+        """Stop reporting the ops that run from now on, or report them again."""
         if self._watch is not None:
             self._watch.paused = paused
 
@@ -128,7 +128,7 @@ class EagerCode:
             watch.paused = before
 
     def end_step(self, seen: bool) -> None:
-        """Note that the step of the functions that were called is over, and whether its eager code was seen."""
+        """Note that the step of the called functions is over, and whether its eager code was seen."""
         self._seen = self._seen | self._callers if seen and self._complete else self._seen - self._callers
         self._callers.clear()
 
@@ -140,6 +140,6 @@ class EagerCode:
 
 
 def _parts(values: object) -> list[torch.Tensor]:
-    """Tensors with memory among nested values. Those inside of a subclass that wraps them are seen when its ops are."""
+    """Tensors with memory among nested values. Tensors inside of a wrapper subclass are seen when the ops of the subclass are."""
     plain = [v for v in pytree.tree_leaves(values) if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
     return [part for tensor in plain if not tensor.is_meta for part in strided_parts(tensor)]

@@ -17,19 +17,19 @@ from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
 Allotments = Mapping[str, StepAllotment]
-"""What graphs may take that are compiled again for their step, by the key of the graph."""
+"""Allotments of the graphs that are compiled again for their step, by the key of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPlan:
     """The outcome of planning a step."""
 
-    plan: StepPlan | None  # None where its graphs run as they were compiled
-    earlier: tuple[int, ...]  # bytes in each interval of what is no part of the step, for which it has room
-    grown: int = 0  # how many earlier plans did not leave enough
+    plan: StepPlan | None  # None if its graphs run as they were compiled
+    earlier: tuple[int, ...]  # by interval: bytes outside of the step for which the plan leaves room
+    grown: int = 0  # how many earlier plans did not leave enough room
 
     def leaves_room(self, earlier: tuple[int, ...], ignored_bytes: int) -> bool:
-        """Whether the plan keeps its budget beside so many bytes of earlier steps, or all but for a few that are ignored."""
+        """Whether the plan keeps its budget next to these bytes of earlier steps, or exceeds it by ignored bytes only."""
         free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
         free = max(free, ignored_bytes)
         return all(now <= then + free for now, then in zip(earlier, self.earlier, strict=True))
@@ -43,13 +43,13 @@ class KnownStep:
     plans: dict[Gradients, KnownPlan] = field(default_factory=dict)  # by the gradients that exist before the step
     look: LookDue = field(default_factory=LookDue)  # whether the tensors of the process have to be looked up when the step begins
     outside_bytes: int = 0  # tensors that belong to no step that was seen, and the state that optimizers will make
-    # Run and input of gradients that existed before such steps and were set to None before the backward.
+    # Run and input of gradients that existed before a step of this kind and were set to None before its backward.
     cleared: set[tuple[int, int]] = field(default_factory=set)
-    kept: set[tuple[int, int]] = field(default_factory=set)  # those that were not, in some step
-    compiled_again: bool = False  # whether Dynamo compiled a graph of it again, into an equal one
+    kept: set[tuple[int, int]] = field(default_factory=set)  # gradients that were not set to None in some step
+    compiled_again: bool = False  # whether Dynamo compiled one of its graphs again, into an equal one
 
     def note_compiled_again(self) -> None:
-        """Note that its graphs are compiled again: what runs in pieces was made from the nodes of one of them."""
+        """Note that its graphs are compiled again; drop plans with pieces, which were made from nodes of the earlier graphs."""
         self.compiled_again = True
         self.plans = {of: known for of, known in self.plans.items() if known.plan is None or not known.plan.in_pieces}
 
@@ -76,7 +76,7 @@ class KnownStep:
         existing, cleared = recorder.existing, recorder.cleared
         if existing <= self.kept | (self.cleared & cleared):
             return 0  # as known, in nearly every step
-        places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which several runs may be given
+        places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which may be an input of several runs
         sizes: dict[tuple[int, int], int] = {}
         for r, run in enumerate(recorder.runs):
             for k, leaf in run.leaves:
@@ -96,11 +96,11 @@ class KnownStep:
         return missed_bytes
 
     def cleared_storages(self, gradients: Gradients) -> dict[int, tuple[int, int]]:
-        """Bytes and last interval of each gradient that exists now and is cleared in the step, by the key of its storage."""
+        """Bytes and last interval of each gradient that exists now and that the step clears, by the key of its storage."""
         record, found = self.recorder, dict[int, tuple[int, int]]()
         cleared = {r for r, _ in gradients.cleared}
         places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
-        if not record.keeps_eager_gradients:  # the new ones that the record has take their place
+        if not record.keeps_eager_gradients:  # the new gradients of the record take their place
             own = {id(t) for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None}
             eager = [leaf for key, leaf in record.eager_leaves.items() if key not in own]
             places.append((next((record.runs.index(run) for run, backward in record.segments if backward), 0), eager))
@@ -133,7 +133,7 @@ class KnownStep:
 
     @property
     def kind(self) -> list[tuple[str, int, frozenset[int] | None]]:
-        """Identity of the step where graphs that are equal are the same."""
+        """Identity of the step; equal graphs count as the same."""
         return [(self.recorder.runs[r].planned.key, r, undefined) for r, undefined in self.recorder.order]
 
     @property
@@ -154,20 +154,20 @@ class KnownStep:
 
     @property
     def eager_bytes(self) -> int:
-        """The most that eager code takes in the step, with what it was given."""
+        """Peak bytes of eager code in the step, its inputs included."""
         return self.recorder.eager_peak_bytes + self.recorder.eager_input_bytes
 
     @property
     def free_bytes(self) -> int:
-        """The most that its only graph and tensors of earlier steps may take, above what is resident."""
+        """The most bytes that its only graph and tensors of earlier steps may take, above resident memory."""
         own = self.first.own
         if self.first.replaceable:
             free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
-        else:  # what fused ops take was measured, and is not what the plan predicts
+        else:  # the memory of fused ops was measured, and differs from the plan's prediction
             free = own.result.budget_bytes - self.first.interface.graph.resident_bytes
-        # No plan leaves room for the gradient of a loss, the loss and the like: four scalars.
+        # No plan leaves room for the gradient of a loss, the loss and similar ones: four scalars.
         free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
-        return free + self.first.outside_bytes  # which are among the bytes of earlier steps, and in the peak of the plan
+        return free + self.first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
 
     def facts(self, room: StepRoom, allotments: Allotments) -> StepFacts:
         """The facts that decide how the step runs."""
@@ -199,7 +199,7 @@ class KnownStep:
         )
 
     def most_bytes(self, allotments: Allotments) -> int:
-        """The most that its only graph and tensors of earlier steps may take."""
+        """The most bytes that its only graph and tensors of earlier steps may take."""
         allotted = allotments.get(self.first.key) if allotments else None
-        # What it was compiled to take in the plan of its step leaves room for eager code already.
+        # The limit of a graph that was compiled for the plan of its step leaves room for eager code already.
         return self.free_bytes if allotted is None or allotted.order is None else allotted.limit.peak_bytes

@@ -37,22 +37,22 @@ class KnownSteps:
         self._outliving = OutlivingStorages()
         self._known: dict[int, list[KnownStep]] = {}  # by the identity of the first graph, the newest last
         self._newest: KnownStep | None = None
-        self._expected: KnownStep | None = None  # whose plan the step runs that is under way
+        self._expected: KnownStep | None = None  # the present step runs its plan
         self._followed: dict[tuple[int, int], KnownStep] = {}  # by the identities of the step before and of the first graph
         self._allotments: dict[str, StepAllotment] = {}
         self._traces_again = False
         self._warned: set[int] = set()
 
     def close(self, recorder: StepRecorder) -> None:
-        """End a record, and note what its step leaves, whether it is complete or not."""
+        """End the record of a step, complete or not, and note the storages that the step leaves."""
         recorder.close()
         self._outliving.add(recorder)
 
     def add(self, recorder: StepRecorder) -> bool:
-        """Take over a step that is complete. It is planned when it begins again, since what exists then is known.
+        """Take over a complete step. It is planned when it begins again, since all other live tensors are known then.
 
-        Returns whether eager code was seen in such a step, and this is not the first one: another kind may follow that, such as
-        the next micro batch.
+        Returns whether eager code was seen in a step of this kind, and this step is not the first one: a step of another kind may
+        follow, such as the next micro batch.
         """
         recorder.close()
         first = id(recorder.forwards[0].planned)
@@ -77,7 +77,7 @@ class KnownSteps:
         gradients = step.gradient_storages()
         if self._outliving.outlived(recorder, gradients) <= ignored_bytes:
             return
-        gc.collect()  # cycles that compilation leaves hold outputs too
+        gc.collect()  # compilation leaves cycles, which hold outputs too
         outlived = self._outliving.outlived(recorder, gradients)
         if outlived <= ignored_bytes:
             return
@@ -98,7 +98,7 @@ class KnownSteps:
         missed_bytes = step.note_cleared(recorder)
         expected = self._expected
         if expected is not None and expected is not step and expected.kind == step.kind:
-            missed_bytes += expected.note_cleared(recorder)  # of equal graphs, from which its plan is
+            missed_bytes += expected.note_cleared(recorder)  # its plan was made from these equal graphs
         if missed_bytes:
             _log.warning(
                 "gradients that were expected to be set to None before the backward were not, which may have exceeded the budget "
@@ -110,9 +110,9 @@ class KnownSteps:
     def plan(self, first: PlannedGraph, args: Sequence[Any], *, watched: bool) -> StepPlan | None:
         """The plan of the step that probably begins with a graph: the kind that followed the same step before, or the newest.
 
-        None for a first step, and where its graphs run as they were compiled. ``watched`` is whether eager code is seen in this
-        step. If it was not seen before, nor in an equal step, the step is planned when it begins once more: until then nothing
-        is known of what its eager code takes.
+        None for a first step, and if its graphs run as they were compiled. ``watched`` is whether eager code is seen in this
+        step. If eager code was not seen before, nor in an equal step, the step is planned when it begins once more: until then
+        the bytes of its eager code are unknown.
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         step = self._followed.get((id(self._newest), id(first)), known[-1]) if known else None
@@ -127,13 +127,13 @@ class KnownSteps:
         return None if step is None else self._plan_of(step, args)
 
     def note_compiled_again(self) -> None:
-        """Note that the step that is under way runs a graph that is equal to the one in its plan, and not the same."""
+        """Note that the present step runs a graph that is equal to the graph in its plan, but not the same object."""
         if self._expected is not None:
             self._expected.note_compiled_again()
 
     @property
     def eager_bytes(self) -> int:
-        """The most that eager code took in the newest step."""
+        """Peak bytes of eager code in the newest step."""
         return 0 if self._newest is None else self._newest.recorder.eager_peak_bytes
 
     @property
@@ -148,7 +148,7 @@ class KnownSteps:
         return not self._allotments and not self._traces_again
 
     def allotment(self, graph: Graph, budget: Budget) -> StepAllotment | None:
-        """The bytes that a graph may take in the plan of a step whose graphs have to be compiled again for it."""
+        """The bytes that a graph may take in the plan of its step, for which it is compiled again; None if there is no plan."""
         return self._allotments.get(key_of(graph, budget)) if self._allotments else None
 
     def _compiled_before(self, first: PlannedGraph, args: Sequence[Any]) -> list[KnownStep]:
@@ -180,13 +180,13 @@ class KnownSteps:
         return step.plans[gradients].plan
 
     def _first_plan(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> KnownPlan:
-        """A plan beside what earlier steps left; where there is none, one for which that is freed in time."""
+        """A plan next to the tensors that earlier steps left; if there is none, a plan for which these are freed in time."""
         rooms = self._rooms(step, gradients, storages, earlier)
         lacking, last, plans = 0, len(rooms) - 1, dict[int, KnownPlan]()
-        # The last one frees the most: where none is found for it, those between are not tried.
+        # The last room frees the most: if no plan is found for it, the rooms between are not tried.
         for at in dict.fromkeys((0, last, *range(last))):
             if lacking > rooms[at].excess_bytes and at < last:
-                continue  # this frees no more than its excess, and more than that is proven to be lacking
+                continue  # this room frees no more than its excess, and more is proven to be lacking
             try:
                 with beyond_room(at == last):
                     plans[at] = self._planned(step, rooms[at], final=at == last)
@@ -197,7 +197,7 @@ class KnownSteps:
                     lacking = max(lacking, rooms[at].excess_bytes + error.floor_bytes - error.budget_bytes)
                 continue
             if at < last or plans[at].plan is None:
-                break  # of one that is compiled again the first is taken
+                break  # a step that is compiled again takes the first room
         at = min(plans)
         if rooms[at].freed:
             _log.warning(
@@ -207,7 +207,7 @@ class KnownSteps:
         return replace(plans[at], earlier=earlier)
 
     def _rooms(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> list[StepRoom]:
-        """Rooms that a plan may leave, from one for all that exists to one for what is left where all is freed in time."""
+        """Rooms that a plan may leave: the first for all live tensors, the last for the rest if all others are freed in time."""
         clearing = step.gradients(self.sources, cleared=gradients.existing | gradients.cleared)
         exist, held = "it may be exceeded by %s where they exist in the backward", "it may be exceeded by %s where they are held"
         held = f"{held} until this step is over"
@@ -225,16 +225,16 @@ class KnownSteps:
         return rooms
 
     def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
-        """Find out what exists besides a step that is about to begin: optimizer state, copies, data, other models.
+        """Find out which memory exists besides a step that is about to begin: optimizer state, copies, data, other models.
 
-        The inputs of the step are taken to exist already, and to be as large as they were when it was recorded.
+        The inputs of the step are assumed to exist already, with the sizes that were recorded.
         """
         record, first = step.recorder, step.first
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | self._outliving.alive(record, gradients)
         inputs = record.input_bytes + record.early_bytes
-        if first.dynamic:  # recorded with the most bytes that they can have
+        if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
             recorded = {seen for seen in record.runs[0].given if seen is not None}
             inputs += unique_bytes(now, current_bytes) - sum(seen.size_bytes for seen in recorded)
@@ -243,7 +243,7 @@ class KnownSteps:
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
     def _earlier(self, step: KnownStep, storages: dict[int, int], gradients: Gradients, *, held: bool = True) -> tuple[int, ...]:
-        """Bytes besides what the step is given and makes, in each interval; gradients that are cleared in it among them."""
+        """Bytes in each interval besides the inputs and results of the step; gradients that the step clears are included."""
         found = self._outliving.bytes_from_earlier_steps(step.recorder, storages, held=held)
         earlier = [step.outside_bytes + size for size in found]
         for size, last in step.cleared_storages(gradients).values():
@@ -252,8 +252,8 @@ class KnownSteps:
         return tuple(earlier) if step.first.ranks is None else (max(earlier),) * len(earlier)
 
     def _planned_for_more(self, step: KnownStep, room: StepRoom, before: KnownPlan) -> KnownPlan:
-        """A plan that leaves room for more tensors of earlier steps than the plan before; that one if there is no other."""
-        # Where more and more is held, such as a list of predictions, more room after each plan makes planning rare.
+        """A plan that leaves room for more tensors of earlier steps than the plan before; that plan if there is no other."""
+        # If a script holds more and more, such as a list of predictions, more room after each plan makes planning rare.
         more = max(0, *(now - then for now, then in zip(room.earlier, before.earlier, strict=True)))
         ahead = more * (2**before.grown - 1)
         rooms = [replace(room, earlier=tuple(now + ahead for now in room.earlier)), room] if ahead else [room]
@@ -282,7 +282,7 @@ class KnownSteps:
             case PlanDecision.PLAN:
                 return self._planned_as_one(step, room, final)
             case PlanDecision.REFUSE:
-                # Compiled again they would be for the sizes of the next batch, whatever sizes were announced.
+                # A new compilation would be for the sizes of the next batch, whatever sizes were announced.
                 raise OptionError(
                     f"this step runs {len(graphs)} graphs, and compiler='inductor' plans only one graph for sizes that change",
                     hint="compile the model with its loss as one graph, or compile with dynamic=False, or with compiler='eager'",
@@ -321,17 +321,17 @@ class KnownSteps:
         for planned, program in zip(plan.graphs, plan.programs, strict=True):
             if program is not None:
                 order, memory = program.result.plan.order, program.memory.plus(free)
-                # Nothing runs beside an only graph but eager code, and what it saves may differ from the plan.
+                # Only eager code runs next to a single graph, which may save other tensors than the plan.
                 alone = StepAllotment.of_only_graph(memory.peak_bytes, order, step.eager_bytes)
                 self._allot(planned, alone if only_graph else StepAllotment(order, memory))
         return KnownPlan(None, room.earlier)
 
     def _allot(self, planned: PlannedGraph, allotment: StepAllotment) -> None:
-        _compile_again(planned)  # first: a graph with an allotment is taken to be compiled for it, whenever an interrupt comes
+        _compile_again(planned)  # first: after an interrupt, a graph with an allotment must count as compiled for it
         self._allotments[planned.key] = allotment
 
     def _compile_again(self, step: KnownStep) -> None:
-        """Plan a step now: those of its graphs that have to be compiled again are so when they are called next."""
+        """Plan a step now. Those of its graphs that have to be compiled again are compiled at their next call."""
         gradients = step.gradients(self.sources, step.recorder.existing)
         nothing = (step.first.outside_bytes,) * (len(step.recorder.segments) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again

@@ -1,4 +1,4 @@
-"""Storages that outlive the step in which they were seen: what the user holds, and what other steps are given."""
+"""Storages that outlive the step in which they were seen: the user holds them, or other steps read them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from checkmate.torch.steps.recorder import SeenStorage, StepRecorder, StepSequen
 class _Outliving(NamedTuple):
     """A storage of an earlier step."""
 
-    storage: StorageRef  # which it does not keep alive
+    storage: StorageRef  # not kept alive
     size_bytes: int
-    sequence: StepSequence | None  # identity of the step that made it; None for one that the step was given
-    last: int  # the interval of the next such step in which it is expected to be freed
+    sequence: StepSequence | None  # identity of the step that made it; None for an input of the step
+    last: int  # the interval, of the next step of this kind, in which it is expected to be freed
     number: int  # of the step that made it, among all steps
 
 
@@ -29,13 +29,13 @@ class _EagerLeftover(NamedTuple):
 class OutlivingStorages:
     """Storages of earlier steps that may still be alive.
 
-    A loop that writes ``outputs = model(batch)`` holds the outputs of the step before until the new ones are assigned. So a
-    storage that a step made is expected to be freed in the next step of the same kind: one of a forward when the call returns,
-    one of eager code when eager code makes its successor. There are three exceptions, in which it is expected to live on:
+    A loop that writes ``outputs = model(batch)`` holds the outputs of the step before until the new ones are assigned. A storage
+    that a step made is therefore expected to be freed in the next step of the same kind: a storage of a forward when the call
+    returns, a storage of eager code when eager code makes its successor. In three cases it is expected to live on:
 
     - Older storages of the same kind of step are alive as well, such as those of a list of predictions.
-    - A storage was found alive when such a step was over: a loop that writes ``loss, outputs = train(batch)`` holds the outputs
-      of the step before until then.
+    - A storage was found alive at the end of a step of this kind: a loop that writes ``loss, outputs = train(batch)`` holds the
+      outputs of the step before until then.
     - The next step is of another kind.
 
     Eager code is seen in the first step of a kind only: later steps are expected to leave the same storages.
@@ -47,10 +47,10 @@ class OutlivingStorages:
         self._newest: dict[StepSequence, int] = {}  # number of the newest step of each kind
         self._eager: dict[StepSequence, list[_EagerLeftover]] = {}  # of the steps of each kind in which eager code was seen
         self._unseen: dict[StepSequence, list[_EagerLeftover]] = {}  # those of them that were not found after the newest step
-        self._held: set[StepSequence] = set()  # kinds of steps that are over before those storages are freed
+        self._held: set[StepSequence] = set()  # kinds of steps that end before those storages are freed
 
     def add(self, recorder: StepRecorder) -> None:
-        """Take over what a step leaves that is over."""
+        """Take over the storages that a step leaves at its end."""
         sequence = recorder.sequence
         self._number += 1
         self._newest[sequence] = self._number
@@ -76,7 +76,7 @@ class OutlivingStorages:
         return known is not None and known.storage() is seen.storage()
 
     def outlived(self, recorder: StepRecorder, gradients: Collection[int]) -> int:
-        """Bytes of the step before that were expected to be freed, and are alive when a step of the same kind is over."""
+        """Bytes of the step before that were expected to be freed, and are still alive at the end of a step of the same kind."""
         sequence, newest = recorder.sequence, self._newest.get(recorder.sequence)
         if sequence in self._held:
             return 0
@@ -88,7 +88,7 @@ class OutlivingStorages:
         )
 
     def expect_held(self, recorder: StepRecorder) -> None:
-        """Expect all that steps of a kind make to be held until the next such step is over."""
+        """Expect all storages that steps of a kind make to be held until the next step of the kind is over."""
         self._held.add(recorder.sequence)
 
     def unseen_bytes(self, recorder: StepRecorder) -> int:
@@ -98,10 +98,10 @@ class OutlivingStorages:
     def bytes_from_earlier_steps(
         self, recorder: StepRecorder, gradients: Collection[int], *, held: bool = True
     ) -> tuple[int, ...]:
-        """Bytes that are expected to be alive in each interval of a step, besides what the step is given and makes.
+        """Bytes that are expected to be alive in each interval of a step, besides its inputs and results.
 
-        Gradients, by the keys of their storages, are counted elsewhere. ``held=False`` leaves out that outputs were found alive
-        when such a step was over.
+        Gradients, by the keys of their storages, are counted elsewhere. ``held=False`` ignores that outputs were found alive at
+        the end of a step of this kind.
         """
         count = len(recorder.segments)
         freed = [0] * (count + 1)  # by the last interval in which a storage is alive
@@ -121,7 +121,7 @@ class OutlivingStorages:
             yield last, known.size_bytes
 
     def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
-        """Bytes of the storages of earlier steps that are alive and that the step is not given, by their keys."""
+        """Bytes of the storages of earlier steps that are alive and not among the inputs of the step, by their keys."""
         return {key: known.size_bytes for key, known in self._alive(recorder, gradients).items()}
 
     def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Outliving]:

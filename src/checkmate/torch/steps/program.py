@@ -39,7 +39,7 @@ class Program:
     """A compiled forward and backward that run one plan of a graph."""
 
     result: Result
-    memory: StepMemory  # above what is resident
+    memory: StepMemory  # above resident memory
     undefined: frozenset[int] = frozenset()  # tangents that the backward does not read: no gradient flows into their outputs
     accumulated: frozenset[int] = frozenset()  # inputs whose gradients the backward adds to existing ones, by position
     in_pieces: bool = False  # whether regions of the graph run piece by piece
@@ -62,9 +62,9 @@ class GraphInterface:
     """A captured graph without its nodes, and how its forward and backward are called."""
 
     graph: Graph  # the graph that is planned
-    whole: Graph  # the same before regions of it were replaced by ops that run them piece by piece, or the same graph
+    whole: Graph  # the graph before ops that run regions piece by piece replaced the regions
     num_outputs: int  # how many results of the forward go to the caller
-    tangents: tuple[Tangent, ...]  # the gradients that the backward is given, in the order of its arguments
+    tangents: tuple[Tangent, ...]  # gradients that the backward reads, in the order of its arguments
 
     @classmethod
     def of(cls, joint: CapturedJoint) -> GraphInterface:
@@ -83,26 +83,26 @@ class PlannedGraph:
     """A captured graph with its programs."""
 
     interface: GraphInterface
-    joint: CapturedJoint | None  # None where the code came from a cache, so that nothing was traced
+    joint: CapturedJoint | None  # None if the code came from a cache: nothing was traced
     own: Program  # of the plan that was made when the graph was compiled
-    # Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the smallest peak,
-    # and the step is planned when it is known.
+    # Whether that plan was made for the budget, for a step of this graph alone. Otherwise it has nearly the smallest peak, and
+    # the step is planned when it is known.
     alone: bool
     options: PlanningOptions
     resident: ResidentMemory  # memory besides the graph's inputs when it was compiled
     planned_gradient_bytes: int  # gradients that the own plan counts as resident
-    ranks: Ranks | None  # that plan together
-    recompile: Callable[[], None] | None  # has Dynamo compile the graph again at its next call; None where it did not compile it
+    ranks: Ranks | None  # ranks that plan together
+    recompile: Callable[[], None] | None  # has Dynamo compile the graph again at its next call; None if Dynamo did not compile it
     # Resident bytes that are looked up again when a step begins: all tensors that are neither inputs nor gradients, and the
     # state that optimizers will make.
     outside_bytes: int = 0
-    counted_bytes: int = 0  # those of the wrappers that a count of the device's tensors includes
+    counted_bytes: int = 0  # bytes of the wrappers that a count of the device's tensors includes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    searched_s: float = 0.0  # for a plan of nearly the smallest peak; they count towards the time limit of the step
+    searched_s: float = 0.0  # search for a plan of nearly the smallest peak; counts towards the time limit of the step
     replaceable: bool = True  # whether another program can take the place of the own one without compiling again
     num_symbols: int = 0  # how many symbolic sizes AOTAutograd takes over from the forward to the backward
-    chunks: Chunks | None = None  # what may run piece by piece; None if nothing may
-    offered: Chunks | None = None  # what could run piece by piece, where that is not asked for
+    chunks: Chunks | None = None  # ops that may run piece by piece; None if none may
+    offered: Chunks | None = None  # ops that could run piece by piece, if the user did not ask for it
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
     _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
 
@@ -114,14 +114,14 @@ class PlannedGraph:
 
     @functools.cached_property
     def key(self) -> str:
-        """Key of the graph and its budget: Dynamo may compile a frame again for a reason that changes nothing in its graph."""
+        """Key of the graph and its budget: Dynamo may compile a frame again for a reason that does not change its graph."""
         return key_of(self.interface.whole, self.budget)
 
     @functools.cached_property
     def keep_all(self) -> StepMemory:
-        """Memory of keeping everything, if gradients flow into the loss alone, where there is a loss.
+        """Memory of keeping everything; if there is a loss, with gradients into the loss alone.
 
-        Into which of the outputs they flow is known when the first backward begins.
+        The first backward shows into which outputs gradients flow.
         """
         graph = self.interface.whole
         scalar = [] if graph.boundary is None else [is_scalar_tangent(graph.values[v]) for v in graph.ops[graph.boundary].outputs]
@@ -133,7 +133,7 @@ class PlannedGraph:
         return StepMemory.of(graph, Plan.from_order(graph, range(len(graph.ops))))
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph as it is in a step. Ops that its other graphs do not have are estimated: `measured` measures them."""
+        """The joint graph as it is in a step. Ops that its other variants do not have are estimated; `measured` measures them."""
         key = undefined, accumulated
         if key not in self._joints:
             whole = not undefined and accumulated == self.own.accumulated
@@ -148,7 +148,7 @@ class PlannedGraph:
         return self._joints[key]
 
     def measured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph of `captured`, whose ops are measured where there was no room before and there is now."""
+        """The joint graph of `captured`, with measurements of ops for which there was no room before and there is room now."""
         joint = self.captured(undefined, accumulated).measured()
         self._joints[undefined, accumulated] = joint
         return joint
@@ -175,14 +175,14 @@ class PlannedGraph:
         return self._programs[key]
 
     def without_gradient(self, undefined: frozenset[int]) -> list[int]:
-        """Inputs that no gradient flows into, so that autograd has None for them and not zeros."""
+        """Inputs that no gradient flows into: autograd has None for them, and not zeros."""
         joint = self.captured(undefined, self.own.accumulated).whole.joint
         gradients: Any = joint.graph.output_node().args[0]
         return [k for k, gradient in enumerate(gradients[self.num_outputs :]) if gradient is None]
 
     @functools.cached_property
     def keeping_everything(self) -> Program:
-        """The program that saves what the plain step saves; the own one where no other can take its place."""
+        """The program that saves the same tensors as the plain step; the own program if no other can take its place."""
         if not self.replaceable or self.dynamic:
             return self.own
         joint = self.captured(frozenset(), frozenset())
@@ -190,12 +190,12 @@ class PlannedGraph:
 
     @property
     def num_outputs(self) -> int:
-        """How many results of the forward go to the caller."""
+        """Number of results of the forward that go to the caller."""
         return self.interface.num_outputs
 
     @property
     def tangents(self) -> tuple[Tangent, ...]:
-        """The gradients that the backward is given, in the order of its arguments."""
+        """The gradients that the backward reads, in the order of its arguments."""
         return self.interface.tangents
 
     @property
@@ -216,22 +216,22 @@ class PlannedGraph:
     @functools.cached_property
     def dynamic(self) -> bool:
         """Whether sizes of the graph are symbolic."""
-        if self.joint is None:  # only code for sizes that do not change is taken from a cache
+        if self.joint is None:  # a cache has only code for sizes that do not change
             return False
         values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:
-        """The most bytes that each input can have, where sizes are symbolic."""
+        """The most bytes that each input can have, if sizes are symbolic."""
         nodes = [n for n in self.traced.whole.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
         values = [n.meta.get("val") for n in nodes]
         return tuple(storage_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in values)
 
     def forward_through_hooks(self, args: list[Any]) -> list[Any]:
-        """Run a forward whose saved tensors go through hooks: what exists until its backward is known to the hooks alone.
+        """Run a forward whose saved tensors go through hooks: only the hooks know the bytes that exist until its backward.
 
-        It runs the same program each time, so that what is saved does not depend on the budget, and is the same where
+        It runs the same program each time: its saved tensors do not depend on the budget, and are the same if
         ``torch.utils.checkpoint`` runs the forward again. Its backward finds no forward, since the hooks may copy the token.
         """
         assert self.keeping_everything.forward is not None
@@ -240,7 +240,7 @@ class PlannedGraph:
         return results
 
     def backward_through_hooks(self, args: list[Any]) -> Any:
-        """Run the backward of such a forward."""
+        """Run the backward of `forward_through_hooks`."""
         first = len(args) - len(self.tangents)
         assert self.keeping_everything.backward is not None
         args[first:] = self.materialized(args[first:])
@@ -249,7 +249,7 @@ class PlannedGraph:
     def late_backward(self, arguments: ForwardArguments, tangents: Sequence[Any]) -> list[Any]:
         """The gradients of a forward whose program left out a gradient that came after all.
 
-        The whole joint graph runs once more, from the arguments of the forward and the random state that it began with. That
+        The whole joint graph runs once more, from the arguments of the forward and the random state that it began with. This
         takes the memory of keeping everything.
         """
         run, inputs = self._gradients_alone
@@ -261,7 +261,7 @@ class PlannedGraph:
 
     @functools.cached_property
     def _gradients_alone(self) -> tuple[BoxedRun, list[int]]:
-        """The joint graph without effects, which returns the gradients, and the tensor inputs whose content they depend on."""
+        """The joint graph without effects, which returns the gradients, and the tensor inputs that decide the gradients."""
         graph = accumulating(self.traced.whole.joint, self.num_outputs, frozenset()).graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
@@ -270,7 +270,7 @@ class PlannedGraph:
             if node.op == "call_function" and not node.users and random_op(node) is None:
                 graph.erase_node(node)
         inputs = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-        # The running statistics of a BatchNorm in training are no such input.
+        # The running statistics of a BatchNorm in training do not decide the gradients.
         reads = [any(n in content_inputs(user) for user in n.users) for n in inputs]
         read = [k for k, n in enumerate(inputs) if reads[k] and isinstance(n.meta.get("val"), torch.Tensor)]
         return boxed(fx.GraphModule(self.traced.whole.joint, graph)), read
@@ -282,7 +282,7 @@ class PlannedGraph:
 
     @property
     def random_state_bytes(self) -> int:
-        """Bytes of the random state that a forward keeps for `late_backward`; that of a CUDA device is in main memory."""
+        """Bytes of the random state that a forward keeps for `late_backward`; the state of a CUDA device is in main memory."""
         on_cpu = all(device.type == "cpu" for *_, device in self.tangents)
         return torch.get_rng_state().nbytes if self.random and on_cpu else 0
 
@@ -291,13 +291,13 @@ class PlannedGraph:
 class StepAllotment:
     """The bytes that a graph may take in its step, for which it is compiled again."""
 
-    order: tuple[int, ...] | None  # of its computations; None where it is the only graph of its step, and any order will do
-    limit: StepMemory  # above its resident memory: as planned, and what the plan leaves of the budget
-    eager_bytes: int | None = None  # what eager code takes in addition in the plan; None for one of several graphs
+    order: tuple[int, ...] | None  # of its computations; None if it is the only graph of its step: any order will do
+    limit: StepMemory  # above its resident memory: the planned bytes, and the rest of the budget
+    eager_bytes: int | None = None  # bytes of eager code in addition to the plan; None for one of several graphs
 
     @classmethod
     def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, eager_bytes: int = 0) -> StepAllotment:
-        """That of the only graph of its step: so many bytes at any time, with eager code between forward and backward."""
+        """The allotment of the only graph of its step: ``size_bytes`` at any time, with eager code between the two runs."""
         limit = StepMemory(
             forward_peak_bytes=size_bytes,
             saved_bytes=max(0, size_bytes - eager_bytes),
@@ -316,7 +316,7 @@ class ForwardArguments:
         self.random_state = _random_state() if planned.random else None
 
     def unchanged(self, positions: Iterable[int]) -> list[Any]:
-        """The arguments, if those at some positions are there and were not overwritten."""
+        """The arguments, if those at some positions are alive and were not overwritten."""
         found = [argument() for argument in self._arguments]
         if any(found[k] is None or _version_of(found[k]) != self._versions[k] for k in positions):
             raise LateGradientError(
@@ -333,12 +333,12 @@ def key_of(graph: Graph, budget: Budget) -> str:
 
 
 def weakly(argument: Any) -> Callable[[], Any]:
-    """A function that returns an argument; None where it was a tensor that has been freed."""
+    """A function that returns an argument, or None after a tensor was freed."""
     return weakref.ref(argument) if isinstance(argument, torch.Tensor) else lambda: argument
 
 
 def _version_of(argument: Any) -> int:
-    """How often a tensor has been overwritten; 0 for what is none."""
+    """How often a tensor has been overwritten; 0 for other arguments."""
     return argument._version if isinstance(argument, torch.Tensor) and not argument.is_inference() else 0
 
 

@@ -1,4 +1,4 @@
-"""Records what a step does: its segments in order, and which storages they are given, make and hold.
+"""Records a step: its segments in order, and the storages that they are given, make and hold.
 
 A *segment* is one run of a forward or a backward. Interval ``w`` is the time before segment ``w``, in which eager code runs.
 """
@@ -24,16 +24,16 @@ StorageRef = Callable[[], torch.UntypedStorage | None]
 
 @dataclass(eq=False, slots=True)
 class SeenStorage:
-    """A storage that the step did not keep alive. Addresses are reused, so that its identity is that of this record."""
+    """A storage, not kept alive by the step. Addresses are reused: the identity of the storage is that of its record."""
 
     size_bytes: int
     storage: StorageRef
     source: int | None = None  # the segment that made it
     eager: int | None = None  # the interval in which eager code allocated it
     read_by_eager: bool = False  # whether it existed before the step, and eager code read it before any segment
-    last: int | None = None  # the last interval in which it was alive; None while it is
+    last: int | None = None  # the last interval in which it was alive; None while it is alive
     freed_between: bool = False  # whether it was freed between two segments, and not while one ran
-    overwritten: int | None = None  # segment in or after which it was found to have changed
+    overwritten: int | None = None  # segment in or after which it was found changed
 
     @property
     def brief(self) -> bool:
@@ -47,7 +47,7 @@ class SeenStorage:
 
 
 Seen = tuple[SeenStorage | None, ...]
-"""Storages of arguments or results; None for what is no tensor."""
+"""Storages of arguments or results; None for other objects."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +61,9 @@ class Run:
     undefined: frozenset[int] = frozenset()  # tangents that were None in the backward
     tangents: Seen = ()
     gradients: Seen = ()  # results of the backward
-    held_bytes: int = 0  # what eager code held and segments had returned when the forward began
+    held_bytes: int = 0  # bytes that eager code held and segments had returned when the forward began
     existing: set[int] = field(default_factory=set)  # leaves that had a gradient when the forward began
-    cleared: set[int] = field(default_factory=set)  # those of them that had none any more when the backward began
+    cleared: set[int] = field(default_factory=set)  # leaves of `existing` without a gradient when the backward began
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +73,7 @@ class PendingBackward:
     run: Run
     program: Program
     inputs: dict[int, int]  # bytes of each input, by the key of its storage
-    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same
+    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same key
     arguments: ForwardArguments | None = None  # None if the program reads all tangents
     symbols: list[Any] = field(default_factory=list)  # symbolic sizes that it saved for the backward
 
@@ -84,7 +84,7 @@ class PendingBackward:
 
 
 def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
-    """The tensors that have the storages of the gradients of some leaves, which are given by weak references."""
+    """The tensors with the storages of the gradients of some leaves, which are weak references."""
     tensors = (leaf() for leaf in leaves)
     return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))
 
@@ -93,7 +93,7 @@ def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Itera
 class StepRecorder:
     """The segments of the present step and its storages, which it does not keep alive.
 
-    Each method leaves a record on which every other one runs, whatever line of it an exception came at.
+    An exception at any line of a method leaves a record on which every other method runs.
     """
 
     machine: StateMachine
@@ -107,14 +107,14 @@ class StepRecorder:
     eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)  # that eager code reads, by identity
     keeps_eager_gradients: bool = False  # whether any of those had a gradient when the first backward began
     eager_bytes: int = 0  # that eager code has allocated and that are alive
-    eager_peak_bytes: int = 0  # the most that they were at any time of the step
-    peaks: dict[int, int] = field(default_factory=dict)  # by interval: the most that eager code held and segments had returned
-    # The same until the last call of a compiled function was over, where eager code took memory in a call.
+    eager_peak_bytes: int = 0  # the largest `eager_bytes` of the step
+    peaks: dict[int, int] = field(default_factory=dict)  # by interval: most bytes that eager code held and segments had returned
+    # The same until the last call of a compiled function was over, if eager code took memory in a call.
     call_peaks: dict[int, int] = field(default_factory=dict)
     _running: bool = False  # whether a segment runs now
     _versions: list[tuple[SeenStorage, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _returned_bytes: int = 0  # of storages that segments made and that are alive
-    _returned_at: int = 0  # both when the newest segment ended
+    _returned_at: int = 0  # its sum with `eager_bytes` when the newest segment ended
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, SeenStorage] = field(default_factory=dict)  # those that are alive, by the key of the storage
@@ -151,7 +151,7 @@ class StepRecorder:
             seen.read_by_eager = False
 
     def took(self, size_bytes: int) -> None:
-        """Record that an op of eager code has allocated so much at once, and still holds its results."""
+        """Record that an op of eager code has allocated ``size_bytes`` at once, and still holds its results."""
         if not self.over:
             self._note_eager(size_bytes)
 
@@ -170,7 +170,7 @@ class StepRecorder:
         self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
-        """Record that a forward begins. Transient storages, by key, are counted elsewhere: they have no bytes here."""
+        """Record that a forward begins. Transient storages, by key, are counted elsewhere, and have no bytes here."""
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
         given = tuple(
             self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
@@ -209,11 +209,11 @@ class StepRecorder:
         self._running = True
 
     def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
-        """Record what a forward returned to its caller."""
+        """Record the outputs that a forward returned to its caller."""
         run.made = self._results(outputs)
 
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
-        """Record what a backward returned."""
+        """Record the gradients that a backward returned."""
         run.gradients = self._results(gradients)
 
     def _results(self, results: Sequence[Any]) -> Seen:
@@ -226,11 +226,11 @@ class StepRecorder:
         return found
 
     def waits(self, run: Run) -> bool:
-        """Whether a forward is one of the step, and its backward has not begun."""
+        """Whether a forward belongs to the step, and its backward has not begun."""
         return run in self.runs and (run, False) in self.segments and (run, True) not in self.segments
 
     def abandon(self, run: Run) -> None:
-        """Take a forward for eager code: what it returned and saved was freed, and its backward will not run.
+        """Count a forward as eager code: its outputs and saved tensors were freed, and its backward will not run.
 
         Its segment is removed, and the intervals around it become one.
         """
@@ -252,13 +252,13 @@ class StepRecorder:
         peak = max(self.peaks.pop(w, 0), self.peaks.pop(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
         self.peaks = {at - (at > w): size for at, size in self.peaks.items()} | {w: peak}
         self.call_peaks = {at - (at > w): size for at, size in self.call_peaks.items() if at not in (w, w + 1)}
-        if len(self.segments) > w:  # what it saved was held until now
+        if len(self.segments) > w:  # its saved tensors were held until now
             saved = SeenStorage(memory.saved_bytes, lambda: None, eager=w, last=len(self.segments) - self._running)
             self.storages.append(saved)
 
     @property
     def after_backward(self) -> bool:
-        """Whether the newest segment is that of a backward."""
+        """Whether the newest segment is a backward."""
         return bool(self.segments) and self.segments[-1][1]
 
     @property
@@ -269,7 +269,7 @@ class StepRecorder:
 
     @property
     def searched_s(self) -> float:
-        """Seconds of the searches for the graphs' own plans, where those were made for a step of several graphs."""
+        """Seconds of the searches for the graphs' own plans, if those were made for a step of several graphs."""
         return sum({id(run.planned): run.planned.searched_s for run in self.runs}.values())
 
     @property
@@ -290,7 +290,7 @@ class StepRecorder:
 
     @property
     def cleared(self) -> set[tuple[int, int]]:
-        """Those of them that had none any more when their backward began."""
+        """Run and input of every leaf of `existing` that had no gradient any more when its backward began."""
         return {(r, k) for r, run in enumerate(self.runs) for k in run.cleared}
 
     @property
@@ -304,7 +304,7 @@ class StepRecorder:
 
     @property
     def eager_input_bytes(self) -> int:
-        """Bytes of what existed before the step and eager code alone reads, such as the labels of a loss outside."""
+        """Bytes of storages that existed before the step and that only eager code reads, such as the labels of a loss."""
         given = self._given
         return sum(seen.size_bytes for seen in self.storages if seen.read_by_eager and seen not in given)
 
@@ -365,8 +365,8 @@ class StepRecorder:
     def remaining(self) -> Iterator[tuple[int, SeenStorage, int | None]]:
         """Each storage that outlives the step, and its key.
 
-        Of what the step made, also the interval in which a variable of the user is assigned the storage: that after the last of
-        the forwards that follow each other, since these may belong to one call.
+        For a storage that the step made, also the interval in which a variable of the user is assigned the storage. It is the
+        interval after the last of several forwards in a row, since these may belong to one call.
         """
         for key, seen in self._present.items():
             source = seen.source
@@ -382,5 +382,5 @@ class StepRecorder:
 
 
 def _without_segment(removed: int, at: int | None) -> int | None:
-    """An interval or a segment when one segment before it is not counted any more."""
+    """An interval or a segment after the removal of an earlier segment."""
     return at if at is None or at <= removed else at - 1

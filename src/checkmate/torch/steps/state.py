@@ -48,10 +48,10 @@ TRANSITIONS: Mapping[tuple[StepState, StepEvent], StepState] = {
 
 
 class StateMachine:
-    """The state of one step after the other.
+    """The state of successive steps.
 
-    An update of the account of a step is made inside of `update`. After Ctrl-C or any other exception in it the state is
-    ``INTERRUPTED`` until `throw_away`: nothing that an update left half done is used.
+    Every update of the account of a step runs inside of `update`. After Ctrl-C or any other exception in it the state is
+    ``INTERRUPTED`` until `throw_away`: the half-done account is not used.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class StateMachine:
         return self._state.is_under_way
 
     def on(self, event: StepEvent) -> None:
-        """Go on to the next state."""
+        """Change to the next state."""
         self._state = TRANSITIONS.get((self._state, event), self._state)
 
     @contextmanager
     def update(self) -> Generator[None]:
-        """Context of an update. Only one that reaches its end is trusted: no code has to run after an exception."""
+        """Context of an update. Only an update that reaches its end is trusted: no code has to run after an exception."""
         self._unfinished.add(update := object())
         yield
         self._unfinished.discard(update)
@@ -86,7 +86,7 @@ class StateMachine:
 
 
 class PlanDecision(Enum):
-    """How a step runs that was recorded and begins again."""
+    """How a recorded step runs when it begins again."""
 
     KEEP = "as its graphs were compiled"
     COMPILE_FOR_LESS = "its only graph is compiled again, for less than the budget"
@@ -102,8 +102,8 @@ class StepFacts:
 
     num_graphs: int
     plan_given: bool  # the user gave a plan for one of the graphs
-    keeps_budget: bool  # its only graph, as it was compiled, keeps the budget beside everything else
-    can_shrink: bool  # its only graph can be compiled again for less, and was not
+    keeps_budget: bool  # its only graph, as it was compiled, keeps the budget next to everything else
+    can_shrink: bool  # its only graph can be compiled again for fewer bytes, and was not
     fixed_sizes_vary: bool  # sizes change, and no other program can take the place of one that was compiled for them
     compiled_for_plan: bool  # its graphs were compiled again for the plan of this step
     from_cache: bool  # code of a graph came from a cache

@@ -1,10 +1,10 @@
 """One graph for a step that runs several captured graphs with eager code between them.
 
 A script that a compiler cannot trace as one graph runs several: forward 0, forward 1, ..., backward 1, backward 0, with eager
-code before, between and after them. Memory adds up over all of them, so that they are planned as one problem. Each captured
-graph keeps its ops; an op of kind `BETWEEN` stands for the eager code of an *interval* between two *segments*, the runs of
-forwards and backwards. It reads what is alive there, writes what eager code allocates and what the next segment is given, and has
-the workspace that eager code was seen to take.
+code before, between and after them. Memory adds up over all of them: they are planned as one problem. Each captured graph keeps
+its ops. An op of kind `BETWEEN` stands for the eager code of an *interval* between two *segments*, the runs of forwards and
+backwards. This op reads the values that are alive there, and writes the values that eager code allocates or that the next
+segment reads. Its workspace is the observed workspace of the eager code.
 
     forward 0 | between 1 | forward 1 | between 2 | backward 1 | between 3 | backward 0
 
@@ -32,9 +32,9 @@ class Segment:
 
     captured: int  # index of the graph
     backward: bool
-    given: tuple[int | None, ...]  # storage of each input, or of each gradient of a result; None for what is no tensor
+    given: tuple[int | None, ...]  # storage of each input, or of each gradient of a result; None for other objects
     made: tuple[int | None, ...]  # storage of each output, or of each gradient of an input
-    eager_bytes: int = 0  # the most that eager code took before this segment, besides storages that are listed
+    eager_bytes: int = 0  # peak bytes of eager code before this segment, besides the listed storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Storage:
     first: int | None = None  # the interval in which eager code allocated it; None if a segment made it or it is resident
     last: int = 0  # the last interval in which it is alive; the number of segments if it outlives the last one
     overwritten: int | None = None  # the first segment at whose end its content had changed; None if it never did
-    # Whether it is freed before its last interval is over, such as outputs of the step before when a call returns. What eager
-    # code allocates there before counts among the bytes that it took.
+    # Whether it is freed before its last interval is over, such as outputs of the step before when a call returns. Earlier
+    # allocations of eager code in that interval count among the bytes of the eager code.
     released: bool = False
 
 
@@ -58,7 +58,7 @@ class ObservedStep:
     segments: tuple[Segment, ...]  # in the order in which they ran. Every graph has one forward and one backward
     storages: Mapping[int, Storage]  # that a segment was given or made, or that eager code held over segments, by identity
     resident_bytes: int  # that are allocated before, during and after the step
-    eager_bytes: int = 0  # the most that eager code took after the last segment, besides storages that are listed
+    eager_bytes: int = 0  # peak bytes of eager code after the last segment, besides the listed storages
     accumulated: frozenset[int] = (
         frozenset()
     )  # storages of gradients that are added to existing ones after their segment, and freed
@@ -76,15 +76,15 @@ class StepGraph:
     def within_segments(self, order: Sequence[int]) -> list[int]:
         """An order in which every computation runs in a segment of the captured graph that it belongs to.
 
-        A solver may put a computation where another graph runs: these can only be computations that no rule ties to a place,
-        since whatever is handed on is tied to an interval. One that comes early or between is put off to the beginning of the
-        next segment of its graph; one that comes after the last segment, such as a view of a gradient, goes to that segment's
-        end.
+        A solver may move a computation into a segment of another graph. No rule ties this computation to a place, since every
+        value that is handed on is tied to an interval. A computation that comes early or between segments moves to the beginning
+        of the next segment of its graph. A computation after the last segment, such as a view of a gradient, moves to the end of
+        that segment.
         """
         spans = [[w for w, (owner, _) in enumerate(self.segments) if owner == p] for p in range(len(self.boundaries))]
         opening, middle, closing = ([list[int]() for _ in self.segments] for _ in range(3))
         between = [list[int]() for _ in range(len(self.segments) + 1)]
-        # What runs between a release and the op of its interval belongs to the segment before.
+        # Ops between a release and the op of its interval belong to the segment before.
         opens = {owner: o for o, (owner, local) in enumerate(self.owners) if local is None}
         now = 0
         for o in order:
@@ -126,7 +126,7 @@ def step_graph(step: ObservedStep) -> StepGraph:
 class _Alive:
     """A storage of the step that is alive between segments."""
 
-    value: int  # that owns it
+    value: int  # the value that owns it
     first: int  # the first interval in which it is alive. It is read there, which ties its op to the segment before
     last: int
 
@@ -245,7 +245,7 @@ class _Stitcher:
     def _handoffs(self, segment: Segment, reads: dict[int, None], fresh: Sequence[int]) -> list[int]:
         """Views of the storages that earlier segments and eager code hand to a forward.
 
-        The op of an interval runs once, so that its view is of the instance that was handed over, whatever is computed again.
+        The op of an interval runs once: its view is of the instance that was handed over, whatever is computed again.
         """
         graph, views = self.graphs[segment.captured], dict[int, int]()
         for k, storage in enumerate(segment.given):
@@ -260,7 +260,7 @@ class _Stitcher:
         return list(views.values())
 
     def _tangents(self, segment: Segment, reads: dict[int, None], fresh: Sequence[int]) -> list[int]:
-        """Gradients of the results of a graph: those that earlier segments and eager code made are handed on."""
+        """Gradients of the results of a graph; those that earlier segments and eager code made are handed on."""
         graph, made = self.graphs[segment.captured], list[int]()
         for value, storage in zip(graph.captured.tangents, segment.given, strict=True):
             if value is None:
@@ -270,7 +270,7 @@ class _Stitcher:
             base = None if held is None else held.value
             if base is not None and base not in fresh:
                 reads[base] = None
-            # A gradient that is handed on as it came is kept if its storage outlives the step (`_hold_results`).
+            # A gradient that is handed on unchanged is kept if its storage outlives the step (`_hold_results`).
             kept = local.kept and value not in graph.captured.gradients
             made.append(self._add_value(f"{graph.index}.{local.name}", local.size_bytes, base, kept=kept))
             graph.values[value] = made[-1]
@@ -302,7 +302,7 @@ class _Stitcher:
         self.owners.append((graph.index, o))
 
     def _hold_results(self, w: int) -> None:
-        """Note what a segment leaves: what outlives the step is kept, and the rest held until its last segment."""
+        """Note the results of a segment: those that outlive the step are kept, the others held until their last segment."""
         step, graph = self.step, self.graphs[self.step.segments[w].captured]
         for value, storage in graph.results(step.segments[w]):
             if storage not in self.alive:
@@ -313,10 +313,10 @@ class _Stitcher:
                 self.alive[storage] = _Alive(root, w + 1, last)
 
     def _tie(self, graph: _Stitched) -> None:
-        """Order pairs and clobbering of a captured graph, with intervals for its boundary, and what keeps segments in order.
+        """Add order pairs and clobbering of a captured graph, with intervals for its boundary, and pairs that order segments.
 
-        No pair touches an op that only makes views: a rule ties it to its place, and the solver can no longer fold it into its
-        readers. With pairs on every op of a segment the gap proven for a language model in two graphs rose from 0.1 % to 6 %.
+        No pair touches an op that only makes views: a pair ties the op to its place, and the solver can no longer fold it into
+        its readers. With pairs on every op of a segment the gap proven for a language model in two graphs rose from 0.1 % to 6 %.
         """
         captured = graph.captured
         forward, backward = (
@@ -332,7 +332,7 @@ class _Stitcher:
             op = captured.graph.ops[o]
             later = {closing[c] for c in op.clobbered_by}
             if o < captured.boundary:
-                # What reads neither another op nor an earlier segment could run at any time before.
+                # An op that reads neither another op nor an earlier segment could run at any time before.
                 if free.issuperset(op.inputs):
                     if not any(captured.graph.values[v].size_bytes for v in op.outputs):
                         free.update(op.outputs)

@@ -1,4 +1,4 @@
-"""Plans a step from what was recorded of it: one problem over all of its graphs, one order for each."""
+"""Plans a step from its record: one problem over all of its graphs, one order for each graph."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class StepRoom:
 
     gradients: Gradients
     gradient_bytes: int  # of those that exist in the backward too
-    earlier: tuple[int, ...]  # bytes of earlier steps in each interval, and all others that are no part of the step
-    freed: str = ""  # what has to be freed in time for it, in words; "" for nothing
+    earlier: tuple[int, ...]  # by interval: bytes of earlier steps and of all else outside of the step
+    freed: str = ""  # description of the tensors that have to be freed in time; "" for nothing
     excess_bytes: int = 0  # by how much the budget may be exceeded otherwise
 
 
@@ -80,8 +80,8 @@ class _CapturedStep:
 def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False, final: bool = True) -> StepPlan:
     """Plan a step that was recorded.
 
-    With ``whole_ops`` nothing runs piece by piece. ``final`` is whether its refusal is what the user reads: it then says what
-    running ops piece by piece would help.
+    With ``whole_ops`` nothing runs piece by piece. ``final`` is whether the user reads its refusal: the message then says how
+    much it would help to run ops piece by piece.
     """
     return _StepPlanner(recorder, room).plan(whole_ops, final)
 
@@ -121,7 +121,7 @@ class _StepPlanner:
             more = self._measurable_bytes(self._captured([joint.without_guesses() for joint in self._joints]))
             if more <= room:
                 return
-            with within_room(room := more):  # a share is one of what workspace takes too
+            with within_room(room := more):  # a share counts workspace too
                 self._measure()
 
     def plan(self, whole_ops: bool, final: bool) -> StepPlan:
@@ -169,7 +169,7 @@ class _StepPlanner:
 
 
 def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_CapturedStep, Result]:
-    """The plan of a step. Where several ranks plan together, rank 0 makes it for all of them."""
+    """The plan of a step. If several ranks plan together, rank 0 makes it for all of them."""
 
     def plan(graph: Graph) -> Result:
         now = replace(step, graph=graph)
@@ -196,7 +196,7 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
         if time_s is None:
             return _plan(options, variant)
-        # Plans are stored with the limit and not with what is left of it, which depends on what this process had to search.
+            # Plans are stored with the limit, not with the rest of it, which depends on the searches of this process.
         limit_s = time_s / left
         return _plan(replace(options, time_limit_s=limit_s), variant, limit_s - time_s)
 
@@ -205,7 +205,7 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
 
 
 def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
-    """The plan of a smaller batch of a step that was planned; None where there is none."""
+    """The plan of a smaller batch of a step that was planned; None if there is none."""
     if options.plan is not None:
         return None
     return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
@@ -246,7 +246,7 @@ _Span = tuple[int, int]
 
 
 def observed_step(record: StepRecorder, graphs: Sequence[CapturedGraph], room: StepRoom) -> ObservedStep:
-    """A recorded step that is over as data to plan from, with the captured graph of each run."""
+    """A recorded step as data for planning, after its end, with the captured graph of each run."""
     return _Observation(record, room).step(graphs)
 
 
@@ -255,7 +255,7 @@ class _Observation:
         self._record, self._room, self._count = record, room, len(record.segments)
         self._number = {seen: number for number, seen in enumerate(record.storages)}
         self._released = [now - then for now, then in zip(room.earlier, room.earlier[1:], strict=False)] + [0]  # by interval
-        self._spans: dict[SeenStorage, _Span] = {}  # of what segments returned and of what eager code held over a segment
+        self._spans: dict[SeenStorage, _Span] = {}  # of results of segments, and of storages that eager code held over one
         for seen in record.storages:
             last = self._count if seen.last is None else seen.last
             if seen.source is not None:
@@ -281,11 +281,11 @@ class _Observation:
             storages[len(record.storages) + len(storages)] = storage
         existing = room.gradients.existing
         gradients = [record.runs[r].gradients[k] for r, k in existing]
-        for r, k in record.existing - existing:  # it was added to another one, and now becomes the gradient itself
+        for r, k in record.existing - existing:  # it was added to a gradient, and now becomes the gradient itself
             if (gradient := record.runs[r].gradients[k]) is not None:
                 number = self._number[gradient]
                 storages[number] = replace(storages[number], last=self._count)
-        # What graphs looked up when they were compiled is among the bytes of earlier steps.
+        # The bytes that graphs looked up when they were compiled are among the bytes of earlier steps.
         resident = [run.planned.resident.total_bytes - run.planned.resident.gradients_bytes for run in record.runs]
         extra = max(size - run.planned.outside_bytes for size, run in zip(resident, record.runs, strict=True))
         extra += sum(run.planned.random_state_bytes for run in record.runs if run.undefined)
@@ -317,7 +317,7 @@ class _Observation:
     def _is_released(self, seen: SeenStorage) -> bool:
         """Whether a storage was freed between two segments in which eager code was seen.
 
-        It may be freed before or after eager code allocates there. The most that both took at once is known (`_transient_bytes`).
+        It may be freed before or after eager code allocates there. The peak of both together is known (`_transient_bytes`).
         """
         return self._record.watched and seen.freed_between
 
@@ -338,10 +338,10 @@ class _Observation:
         return (Storage(size_bytes=size, first=0, last=at, released=at > 0) for at, size in sizes if size > 0)
 
     def _transient_bytes(self, interval: int) -> int:
-        """The most that was alive in an interval at once, besides what is alive there by the account of `step_graph`.
+        """Peak bytes in an interval, besides the storages that are alive there by the account of `step_graph`.
 
-        That is what earlier segments made, as long as it lives and at least to the interval after its segment, and what eager
-        code made. Outputs of an earlier step that are released there are still held while the call runs that makes the new ones.
+        The account has the results of earlier segments, as long as they live and at least to the interval after their segment,
+        and the storages of eager code. Outputs of an earlier step are still held while the call runs that makes the new ones.
         """
         listed = sum(
             seen.size_bytes

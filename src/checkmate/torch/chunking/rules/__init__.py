@@ -1,1 +1,1 @@
-"""Rules: which slices of its inputs give which slice of an op's output."""
+"""Rules: the slices of its inputs that give a slice of an op's output."""

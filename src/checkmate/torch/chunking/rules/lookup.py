@@ -1,8 +1,8 @@
 """All ways to run one op piece by piece.
 
-The rules are DTensor's for sharding an op over devices, and our own where it has none (`own_rules`).
-A rule says nothing about strides: a view of a slice may not exist where the view of the whole does. The code that writes
-pieces must therefore trace them first, and leave the op whole where that raises.
+The rules are DTensor's for sharding an op over devices, and our own if DTensor has none (`own_rules`).
+A rule says nothing about strides: a slice may not have the view that the whole tensor has. The code that writes
+pieces must therefore trace them first, and leave the op whole if that raises.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 
 
 def rules_of(node: fx.Node) -> tuple[Rule, ...]:
-    """All known ways to run the op of a node piece by piece; none for what cannot.
+    """All known ways to run the op of a node piece by piece; none if there is no way.
 
-    All that is cut in a rule has the same number of elements along the axis, more than one. There is no rule for ops that draw
-    random numbers or have a side effect, for higher-order ops, for tensors that are not strided, and where a size is symbolic:
-    it may be another in the next step, or depend on data.
+    All tensors that a rule cuts have the same number of elements along the axis, more than one. There is no rule for ops that
+    draw random numbers or have a side effect, for higher-order ops, for tensors that are not strided, and for symbolic sizes: a
+    symbolic size may change in the next step, or depend on data.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return ()
@@ -48,11 +48,11 @@ def rules_of(node: fx.Node) -> tuple[Rule, ...]:
 
 
 class _UnsupportedError(Exception):
-    """A value of which no rule speaks."""
+    """A value that no rule covers."""
 
 
 def _frozen(value: Any) -> Any:
-    """An argument with layouts for tensors and tuples for lists, so that equal calls compare equal."""
+    """An argument with layouts for tensors and tuples for lists: equal calls compare equal."""
     if isinstance(value, torch.Tensor):
         numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else ()
         if value.layout is not torch.strided or not all(type(n) is int for n in numbers):
@@ -66,7 +66,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _thawed(value: Any) -> Any:
-    """A value of `OpCall` as PyTorch's schemas have it: lists again."""
+    """A value of `OpCall` in the form of PyTorch's schemas: with lists again."""
     return [_thawed(each) for each in value] if isinstance(value, tuple) else value
 
 
@@ -74,7 +74,7 @@ def _thawed(value: Any) -> Any:
 def _rules(call: OpCall) -> tuple[Rule, ...]:
     if call.op in _EXCLUDED or all(out is None for out in call.outputs):
         return ()
-    if call["dropout_p"]:  # a backward that draws the mask again from a seed would draw that of another position
+    if call["dropout_p"]:  # a backward that draws the mask from a seed would draw another position's mask
         return ()
     own = OWN_RULES.get(call.op)
     candidates = own(call) if own is not None else _from_library(call)
@@ -100,7 +100,7 @@ def _placement(given: LibraryPlacement) -> Placement | None:
 
 
 def _holds_for(rule: Rule, call: OpCall) -> bool:
-    """Whether a rule speaks of the tensors of a call, and all that it cuts has the same length, of more than one element."""
+    """Whether a rule covers the tensors of a call, and all its cuts have the same length, of more than one element."""
     tensors = (*call.outputs, *(tensor for _, tensor in call.inputs))
     placements = (*rule.outputs, *rule.inputs)
     if len(rule.outputs) != len(call.outputs) or len(placements) != len(tensors):
@@ -126,7 +126,7 @@ def _contiguous(rule: Rule, call: OpCall) -> bool:
 
 
 def _both(first: Rule, second: Rule) -> Rule | None:
-    """The rule of a cut along two neighbouring dimensions, from the rules of each, where these agree operand by operand."""
+    """The rule of a cut along two neighbouring dimensions, from the rule of each, if these agree operand by operand."""
     joined: list[Any] = []
     for one, other in zip((*first.outputs, *first.inputs), (*second.outputs, *second.inputs), strict=True):
         if isinstance(one, Split) and isinstance(other, Split):
@@ -144,16 +144,16 @@ _SAME_AS: dict[object, OpOverload] = {
     aten._unsafe_index.Tensor: aten.index.Tensor,
     aten._unsafe_index_put.default: aten.index_put.default,
 }
-"""Ops without rules to the ones that compute the same."""
+"""Ops without rules, to the ops that compute the same."""
 
 _EXCLUDED: frozenset[object] = frozenset(
     {
         aten.new_empty_strided.default,  # sizes and strides are arguments, and a rule says nothing about strides
-        aten.squeeze.default,  # it would remove the cut dimension too where a piece has one element along it
-        aten.linalg_solve_triangular.default,  # torch cuts the right side's batch and reads that of the matrix whole
+        aten.squeeze.default,  # it would remove the cut dimension too if a piece has one element along it
+        aten.linalg_solve_triangular.default,  # torch cuts the right side's batch and reads the matrix's batch whole
     }
 )
 """Ops for which torch's rule is wrong, with the reason; found by running every rule of every op (tests/torch/chunking)."""
 
 _READS_STORAGE: frozenset[object] = frozenset({aten.native_layer_norm_backward.default})
-"""Ops whose kernel reads an input as if it were contiguous (torch 2.13.0), so that a strided slice gives wrong numbers."""
+"""Ops whose kernel reads an input as if it were contiguous (torch 2.13.0): a strided slice gives wrong numbers."""

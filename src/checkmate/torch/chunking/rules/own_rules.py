@@ -22,12 +22,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """An op and what it is called with: a `Layout` for each tensor and tuples for lists."""
+    """An op and its arguments: a `Layout` for each tensor, and tuples for lists."""
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[Layout | None, ...]  # None for what is no tensor
+    outputs: tuple[Layout | None, ...]  # None for other objects
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the op's schema, or its default; None if the op has no such argument."""
@@ -53,7 +53,7 @@ class OpCall:
         return self.inputs[0][1].shape, first.shape
 
     def rule(self, /, *outputs: Placement | int, **inputs: Placement | int | None) -> Rule:
-        """A rule for this call; a number means that this dimension is cut, and tensors that are not named are read whole."""
+        """A rule for this call; a number is the dimension that is cut, and tensors that are not named are read whole."""
         pairs = zip(self.outputs, outputs, strict=True)
         returned: tuple[Placement | None, ...] = tuple(None if out is None else _placement(p) for out, p in pairs)
         return Rule(returned, tuple(_placement(inputs.get(name, WHOLE)) for name, _ in self.inputs))
@@ -76,7 +76,7 @@ OwnRules: TypeAlias = Callable[[OpCall], Iterator[Rule]]
 
 
 def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> OwnRules:
-    """Rules of ops of which a dimension of all inputs becomes one of all outputs; ``pairs`` gives the one and the other."""
+    """Rules of ops by which a dimension of all inputs becomes a dimension of all outputs; ``pairs`` gives both dimensions."""
 
     def rules(call: OpCall) -> Iterator[Rule]:
         for before, after in pairs(call):
@@ -93,7 +93,7 @@ def _but_last(count: int) -> OwnRules:
 
 @_dimensions
 def _along(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Ops along one dimension, which leave the others as they are."""
+    """Ops along one dimension; all other dimensions can be cut."""
     rank = len(call.shapes[0])
     return ((d, d) for d in range(rank) if d != call["dim"] % rank)
 
@@ -113,7 +113,7 @@ def _permuted(call: OpCall) -> Iterator[tuple[int, int]]:
 
 @_dimensions
 def _squeezed(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Dimensions of one element vanish; longer ones that are named too cannot be cut, as a piece may have one element."""
+    """Dimensions of one element vanish; longer dimensions that are named cannot be cut, as a piece may have one element."""
     shape, given = call.shapes[0], call["dim"]
     named = {d % len(shape) for d in (given if isinstance(given, tuple) else (given,))} if shape else set[int]()
     kept = [d for d in range(len(shape)) if not (d in named and shape[d] == 1)]
@@ -131,7 +131,7 @@ def _added(call: OpCall) -> Iterator[tuple[int, int]]:
 def _removed(call: OpCall) -> Iterator[tuple[int, int]]:
     """Ops whose results lack dimensions of the input, and reductions whose terms cannot be added up.
 
-    Torch's rule for `logsumexp` forgets that the reduced dimensions may be kept, and so takes one dimension for the next.
+    Torch's rule for `logsumexp` forgets that the reduced dimensions may be kept, and takes one dimension for the next.
     """
     rank, given = len(call.shapes[0]), call["dim"]
     gone = {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,))} or set(range(rank))
@@ -154,7 +154,7 @@ def _axes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, in
 
 
 def _expanded(call: OpCall) -> Iterator[Rule]:
-    """A dimension that is repeated needs the one element for every piece."""
+    """A dimension that is repeated: every piece needs its one element."""
     source, result = call.shapes
     new = len(result) - len(source)
     for d in range(len(result)):
@@ -177,7 +177,7 @@ def _from_the_end(tensor: Layout | None, back: int) -> Placement:
 def _loss(call: OpCall) -> Iterator[Rule]:
     """Losses that are computed element by element, and then added up or not.
 
-    There is no rule for a mean, nor for its gradient, which the op divides by the number of elements that it is given.
+    There is no rule for a mean, nor for its gradient: the op divides both by the number of elements that it reads.
     """
     if call["reduction"] != 1:
         for rule in _elementwise(call):
@@ -192,21 +192,21 @@ def _filled(call: OpCall) -> Iterator[Rule]:
 def _nll_loss(call: OpCall) -> Iterator[Rule]:
     """The loss of rows, or its gradient, which is divided by an input.
 
-    Torch's rule for the mean claims an average of averages, which is wrong where targets are ignored.
+    Torch's rule for the mean claims an average of averages, which is wrong if targets are ignored.
     """
     rank = len(call["self"].shape)
-    for d in (0, *range(2, rank)) if rank > 1 else ():  # the classes are the second dimension, and one row alone has none
+    for d in (0, *range(2, rank)) if rank > 1 else ():  # the classes are the second dimension, and a single row has none
         target = max(0, d - 1)
         if call["grad_output"] is not None:
             yield call.rule(d, grad_output=target if call["reduction"] == 0 else WHOLE, self=d, target=target)
-        elif call["reduction"] == 0:  # the second output is the sum of weights, which is 0 without a reduction
+        elif call["reduction"] == 0:  # the second output is the sum of weights, 0 without a reduction
             yield call.rule(target, WHOLE, self=d, target=target)
         elif call["reduction"] == 2:
             yield call.rule(SUM, SUM, self=d, target=target)
 
 
 def _embedding(call: OpCall) -> Iterator[Rule]:
-    """Tokens need the whole table, and are summed over in its gradient, unless their frequencies scale the sum.
+    """Each slice of tokens needs the whole table; the table's gradient is a sum over tokens, unless frequencies scale it.
 
     Columns of the result need columns of the table.
     """
@@ -217,8 +217,8 @@ def _embedding(call: OpCall) -> Iterator[Rule]:
 
 
 def _attention(call: OpCall) -> Iterator[Rule]:
-    """Attention of the CPU: examples, heads, and queries that may look at all keys, to whose gradients every query adds."""
-    # With a causal mask the first query of a piece would see the first key alone.
+    """Attention of the CPU: examples, heads, and queries that may read all keys; each key's gradient is a sum over queries."""
+    # With a causal mask the first query of a piece would see only the first key.
     for d in _examples_and_heads(call) if call["is_causal"] else [*_examples_and_heads(call), 2]:
         keys, summed = (WHOLE, SUM) if d == 2 else (d, d)
         outputs = (d, d) if call["grad_out"] is None else (d, summed, summed)
@@ -229,7 +229,7 @@ def _attention(call: OpCall) -> Iterator[Rule]:
 def _attention_on_cuda(call: OpCall) -> Iterator[Rule]:
     """Attention of CUDA, forward: examples and heads.
 
-    Torch's rule returns no placement for the state of the random generator, which without dropout nothing reads.
+    Torch's rule returns no placement for the state of the random generator; without dropout no op reads the state.
     """
     for d in () if call["return_debug_mask"] else _examples_and_heads(call):
         states: list[Placement] = [WHOLE] * (len(call.outputs) - 2)
@@ -237,7 +237,7 @@ def _attention_on_cuda(call: OpCall) -> Iterator[Rule]:
 
 
 def _examples_and_heads(call: OpCall) -> list[int]:
-    # Several heads of queries may share one of keys.
+    # Several heads of queries may share one head of keys.
     return [d for d in (0, 1) if call["query"].shape[d] == call["key"].shape[d] == call["value"].shape[d]]
 
 
@@ -246,7 +246,7 @@ def _place_in_mask(mask: Layout | None, d: int) -> Placement:
 
 
 def _convolution(call: OpCall) -> Iterator[Rule]:
-    """Examples, and channels where all are connected or each is alone; torch cuts along pixels, with their neighbours."""
+    """Examples, and channels if all are connected or each is alone; torch cuts along pixels, with their neighbours."""
     if len(call["input"].shape) != len(call["weight"].shape):
         return
     outgoing, incoming = (1, 0) if call["transposed"] else (0, 1)
@@ -260,7 +260,7 @@ def _convolution(call: OpCall) -> Iterator[Rule]:
 
 
 def _convolution_backward(call: OpCall) -> Iterator[Rule]:
-    """As forward; the gradients of weight and bias are sums over examples."""
+    """As in the forward; the gradients of weight and bias are sums over examples."""
     if len(call["input"].shape) != len(call["weight"].shape):
         return
     outgoing, incoming = (1, 0) if call["transposed"] else (0, 1)
@@ -279,7 +279,7 @@ def _depthwise(call: OpCall) -> bool:
 
 
 def _group_norm(call: OpCall) -> Iterator[Rule]:
-    """Examples, each of which has its own statistics; the gradients of weight and bias are sums over them."""
+    """Examples, each of which has its own statistics; the gradients of weight and bias are sums over examples."""
     mask = call["output_mask"]
     if mask is None:
         yield call.rule(0, 0, 0, input=0)
@@ -288,15 +288,15 @@ def _group_norm(call: OpCall) -> Iterator[Rule]:
 
 
 def _batch_norm(call: OpCall) -> Iterator[Rule]:
-    """Channels; and examples where the statistics are constants, so that those of the examples are not computed."""
+    """Channels; and examples if the statistics are constants, not computed from the examples."""
     channels = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"), 0)
     gradient = call["grad_out"]
     if gradient is not None or call["training"]:
         yield call.rule(1, 0, 0, grad_out=1, input=1, **channels)
     if gradient is None and not call["training"]:
-        # The other outputs are empty on the CPU; what a piece returns in their place elsewhere is that of the whole.
+        # The other outputs are empty on the CPU; elsewhere a piece returns the whole outputs in their place.
         yield call.rule(0, WHOLE, WHOLE, input=0)
-    # Of one example that is a slice the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
+    # If a slice has one example, the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
     if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
 
@@ -309,10 +309,10 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     (_squeezed, (aten.squeeze.dim, aten.squeeze.dims)),
     (_removed, (aten.unbind.int, aten.logsumexp.default)),
     (_added, (aten.select_backward.default, aten.stack.default)),
-    # Torch's rules take a negative dimension of cumulative sums for another one.
+    # For cumulative sums, torch's rules take a negative dimension for another dimension.
     (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
               aten.glu.default, aten.glu_backward.default)),
-    # Not marked as pointwise in torch, or without a rule there all the same.
+    # Not marked as pointwise in torch, or marked but without a rule there.
     (_elementwise, (aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
                     aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
                     aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
@@ -350,4 +350,4 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
 )  # fmt: skip
 
 OWN_RULES: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
-"""Op to what computes its rules; torch's library is not asked for these."""
+"""Op to the function that computes its rules; torch's library is not asked for these ops."""

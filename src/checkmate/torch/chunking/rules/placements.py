@@ -1,7 +1,7 @@
 """How the tensors of an op are cut when the op runs piece by piece: along an axis, not at all, or into terms of a sum.
 
-Chunking is sharding in time. The words are those of `torch.distributed.tensor`, whose ``Shard``, ``Replicate`` and ``Partial``
-say the same of tensors on several devices.
+Chunking is sharding in time. The terms are those of `torch.distributed.tensor`: its ``Shard``, ``Replicate`` and ``Partial``
+have the same meaning for tensors on several devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rule:
 
     @property
     def sums(self) -> bool:
-        """Whether an output is a sum over pieces, so that the order of additions differs from that of the whole op."""
+        """Whether an output is a sum over pieces: its order of additions differs from the order of the whole op."""
         return SUM in self.outputs
 
 
@@ -58,9 +58,9 @@ Slices: TypeAlias = tuple[tuple[int, int, int], ...]
 def cuts(shape: tuple[int, ...], split: Split, count: int) -> list[Slices] | None:
     """The pieces of a tensor along an axis, each of ``ceil(length / count)`` elements; there may be fewer than ``count``.
 
-    The elements of the axis in each piece depend on its length and on ``count`` alone. Tensors with axes of one length are
-    thus cut alike, whatever their dimensions are: the piece with rows 2 and 3 of (batch, tokens) is that with the same tokens
-    of the flattened dimension. None where a piece of two dimensions would be neither whole rows of the first nor within one row.
+    The elements of the axis in each piece depend only on its length and on ``count``. Tensors with axes of one length are thus
+    cut alike, whatever their dimensions: the piece with rows 2 and 3 of (batch, tokens) has the same tokens as the piece of the
+    flattened dimension. None if a piece of two dimensions would be neither whole rows of the first nor within one row.
 
     Examples:
         >>> cuts((7, 3), Split((0,)), 3)
@@ -97,10 +97,10 @@ def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
 def arguments_of_piece(
     op: OpOverload, rule: Rule, args: tuple[Any, ...], shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Any, ...]:
-    """Arguments of an op for one piece, given tensors that are cut: sizes among them become those of the piece.
+    """Arguments of an op for one piece, given tensors that are cut: arguments that are sizes become the sizes of the piece.
 
-    ``shapes`` has the shape of each output of the piece, None for what is no tensor. A view may fail for the arguments, because
-    a slice need not be contiguous where the whole is: call it with traced tensors first, and leave the op whole if it raises.
+    ``shapes`` has the shape of each output of the piece, None for other objects. A view may fail for the arguments, because a
+    slice of a contiguous tensor need not be contiguous: call it with traced tensors first, and leave the op whole if it raises.
     """
     if not any(isinstance(placement, Split) for placement in rule.outputs):
         return args
@@ -114,10 +114,10 @@ def arguments_of_piece(
         elif argument.name == "bias_sizes" and args[i] is not None and shapes[2] is not None:
             changed[i] = list(shapes[2])
         elif argument.name == "groups" and args[i] > 1 and rule.inputs[0] == Split((1,)):
-            # Channels of several groups are cut only where each is a group by itself.
+            # Channels of several groups are cut only if each channel is a group.
             changed[i] = next(shape[d] for shape, d in zip(shapes, (1, 0, 0), strict=False) if shape is not None)
     return tuple(changed)
 
 
 _SIZES_OF_RESULT = ("size", "shape", "input_size", "input_sizes")
-"""Arguments that are the shape of the first output, such as those of views and of the backward of a slice."""
+"""Arguments with the shape of the first output, such as in views and in the backward of a slice."""
