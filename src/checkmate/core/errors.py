@@ -114,9 +114,6 @@ class MissingExtraError(CheckmateError, ImportError):
 def printable(text: str) -> str:
     r"""Text with escapes for all that is not printed: control characters, line ends, marks that reverse the direction of text.
 
-    Args:
-        text: Text of one line that a file, a path or a user's program gave.
-
     Examples:
         >>> printable("conv1"), printable("\x1b]0;title\x07"), printable("a\nerror: b")
         ('conv1', '\\x1b]0;title\\x07', 'a\\nerror: b')
@@ -136,10 +133,6 @@ def shortened(text: str, most: int = 256) -> str:
 
     Reports, traces and messages have a name as often as a plan computes its op, or an allocator the line that it stands for: one
     long name in a small file would fill a disk.
-
-    Args:
-        text: A name that a file or a user's program gave.
-        most: Letters to keep.
 
     Examples:
         >>> shortened("conv1"), shortened("0123456789", most=5)

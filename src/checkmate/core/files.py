@@ -76,11 +76,7 @@ def read(path: str | os.PathLike[str]) -> Content:
 
 
 def read_as(path: str | os.PathLike[str], kind: type[_C]) -> _C:
-    """As `read`, for a caller that needs one kind of file.
-
-    Raises:
-        FileFormatError: The file holds something else, or cannot be read.
-    """
+    """As `read`, for a caller that needs one kind of file."""
     content = read(path)
     if not isinstance(content, kind):
         raise FileFormatError(
@@ -101,11 +97,7 @@ def write(value: Content, path: str | os.PathLike[str]) -> None:
 
 
 def encode(value: Content) -> bytes:
-    """The bytes of a file that holds a graph, plan, result or curve.
-
-    Raises:
-        TypeError: The value is none of the four.
-    """
+    """The bytes of a file that holds a graph, plan, result or curve."""
     name = next((f for f, kind in _FORMATS.items() if isinstance(value, kind)), None)
     if name is None:
         raise TypeError(f"a {type(value).__name__} is no graph, plan, result or curve")
@@ -136,11 +128,7 @@ def _check_figures(value: Content) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write bytes to whatever a path leads to through links: atomically to a regular file, directly to a pipe or a device.
-
-    Raises:
-        OSError: The bytes cannot be written.
-    """
+    """Write bytes to whatever a path leads to through links: atomically to a regular file, directly to a pipe or a device."""
     descriptor = _descriptor(path)
     if descriptor is not None:
         with os.fdopen(os.dup(descriptor), "wb") as stream:
@@ -155,11 +143,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path, size_bytes: int = 0) -> None:
-    """Check that `write_bytes` can write that many bytes, and leave everything as it is.
-
-    Raises:
-        OSError: It could not.
-    """
+    """Check that `write_bytes` can write that many bytes, and leave everything as it is."""
     descriptor = _descriptor(path)
     if descriptor is not None:
         os.fstat(descriptor)
@@ -174,11 +158,7 @@ def check_writable(path: Path, size_bytes: int = 0) -> None:
 
 
 def write_atomically(target: Path, data: bytes) -> None:
-    """Write bytes to a regular file that appears whole or not at all. One that exists keeps its permissions.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write bytes to a regular file that appears whole or not at all. One that exists keeps its permissions."""
     before = target.stat() if target.exists() else None
     if before is not None and not os.access(target, os.W_OK):  # a rename would replace a write-protected file
         raise _error(errno.EACCES, target)
@@ -214,11 +194,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _followed(path: Path) -> Path:
-    """The path to which links lead; its file need not exist.
-
-    Raises:
-        OSError: The links lead to themselves.
-    """
+    """The path to which links lead; its file need not exist."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise _error(errno.ELOOP, path)
@@ -226,11 +202,7 @@ def _followed(path: Path) -> Path:
 
 
 def is_special(target: Path) -> bool:
-    """Whether a path is a pipe, a device or a socket, on which a write can wait for a reader.
-
-    Raises:
-        IsADirectoryError: It is a folder.
-    """
+    """Whether a path is a pipe, a device or a socket, on which a write can wait for a reader."""
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -255,11 +227,7 @@ def _error(number: int, path: Path) -> OSError:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """JSON Schema of a file format, such as ``"checkmate.graph/1"``.
-
-    Raises:
-        KeyError: There is no such format.
-    """
+    """JSON Schema of a file format, such as ``"checkmate.graph/1"``."""
     document = schema_of(name, _FORMATS[name])
     return document if name.endswith("/2") else _without_copies(document)
 

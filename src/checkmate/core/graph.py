@@ -14,7 +14,6 @@ from checkmate.core.errors import GraphError, shortened
 from checkmate.core.units import format_bytes
 
 _MOST = 2**60
-_ON_PATH = -2
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 BOUNDARY = "boundary"
@@ -213,17 +212,18 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     @cached_property
     def root(self) -> tuple[int, ...]:
         """Value that owns the storage of each value: itself unless it is a view. Shape ``[value]``."""
-        roots = [-1] * len(self.values)
+        unknown, on_path = -1, -2
+        roots = [unknown] * len(self.values)
         for v in range(len(roots)):
             path: list[int] = []
             u = v
-            while roots[u] == -1:
-                roots[u] = _ON_PATH
+            while roots[u] == unknown:
+                roots[u] = on_path
                 path.append(u)
                 base = self.values[u].base
                 if base is None:
                     roots[u] = u
-                elif not 0 <= base < len(roots) or roots[base] == _ON_PATH:
+                elif not 0 <= base < len(roots) or roots[base] == on_path:
                     raise GraphError(f"value {v} ({self.values[v].name!r}) is a view of value {base}, which is no other value")
                 else:
                     u = base
@@ -299,11 +299,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return self._hash(resident_bytes=0)
 
     def has_digest(self, digest: str) -> bool:
-        """Whether a digest is that of this graph; in files of before, resident bytes are part of it.
-
-        Args:
-            digest: The digest.
-        """
+        """Whether a digest is that of this graph; in files of before, resident bytes are part of it."""
         return digest == self.digest or digest == self._hash(self.resident_bytes)
 
     def _hash(self, resident_bytes: int) -> str:

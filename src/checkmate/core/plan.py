@@ -15,11 +15,6 @@ from checkmate.core.units import parse_bytes
 
 BoolMatrix = npt.NDArray[np.bool_]
 
-_FEW_VALUES = 100_000
-"""Values read and written that are replayed in a moment, whatever the files."""
-_MOST_VALUES = 64
-"""Values that a step may read and write on average, those of each op once left out."""
-
 
 class Compute(msgspec.Struct, frozen=True, tag_field="step", tag="compute", forbid_unknown_fields=True):
     """Run an op: every output gets a new instance.
@@ -172,13 +167,11 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
         An op with thousands of inputs and outputs, computed thousands of times, fits in a small file and takes hours. In plans of
         training steps the ops that are computed often have a few of them each.
-
-        Args:
-            graph: The graph of the plan.
         """
         sizes = [len(op.inputs) + len(op.outputs) for op in graph.ops]
         work = sum(sizes[o] for o in self.order if 0 <= o < len(sizes))
-        if work <= _FEW_VALUES + _MOST_VALUES * (len(self.steps) + sum(sizes)):
+        # 100,000 are replayed in a moment, whatever the files; beside those of each op once, a step may have 64 on average.
+        if work <= 100_000 + 64 * (len(self.steps) + sum(sizes)):
             return ""
         return f"the {len(self.steps)} steps of the plan read and write {work} values: more than is replayed"
 

@@ -157,24 +157,16 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
 
 
 class _Bus:
-    """Clock of the compute stream, and the copies beside it.
-
-    Attributes:
-        now: Time that the compute stream has come to.
-        held: Bytes of the copies on the host.
-        copies: Copies so far.
-        engine: Time at which each engine has done what it was given.
-        busy: Storage instance to the time at which the last copy from or into it is done, which frees have to wait for.
-        arriving: Storage instance to the time at which the copy into it is done, which reads have to wait for.
-        host_copy: Value to the time at which copies to and from its host copy are done.
-    """
+    """Clock of the compute stream, and the copies beside it."""
 
     def __init__(self, graph: Graph, host: HostMemory | None) -> None:
         self.graph = graph
         self.host = host
-        self.now = 0
-        self.held = 0
+        self.now = 0  # that the compute stream has come to
+        self.held = 0  # bytes of the copies on the host
         self.copies: list[Copy] = []
+        # When each engine has done what it was given; storage instance -> when the last copy from or into it is done, which frees
+        # have to wait for, and the one into it, which reads have to wait for; value -> when copies of its host copy are done.
         self.engine: dict[str, int] = {"out": 0, "in": 0}
         self.busy: dict[int, int] = {}
         self.arriving: dict[int, int] = {}

@@ -13,7 +13,6 @@ _BINARY = {prefix + end: 1024**power for power, prefix in enumerate(_PREFIXES) i
 _UNITS = {**_BINARY, **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)}}
 MOST_BYTES = 2**62
 """Most bytes of an amount: sums of two still fit in 64 bits."""
-_MOST_PERCENT = 100_000
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
@@ -62,8 +61,8 @@ def parse_percentage(text: str) -> float:
     number, unit = _split(text)
     if unit != "%":
         raise UnitError(f"cannot read {text!r} as a share", hint=_HINT)
-    if number > _MOST_PERCENT:
-        raise UnitError(f"{text!r} is more than {_MOST_PERCENT}%", hint="give 100%, which keeps everything, or less")
+    if number > (most := 100_000):
+        raise UnitError(f"{text!r} is more than {most}%", hint="give 100%, which keeps everything, or less")
     return number
 
 
@@ -126,12 +125,7 @@ def _split(text: str) -> tuple[float, str]:
 
 
 def _whole(amount: int | float, written: Amount | None = None) -> int:
-    """Bytes of a number without a unit.
-
-    Args:
-        amount: The number.
-        written: As the user wrote it, if that was another way.
-    """
+    """Bytes of a number without a unit, which the user may have written in another way."""
     written = amount if written is None else written
     if isinstance(amount, bool):
         raise UnitError(f"{amount!r} is not an amount of memory", hint=_HINT)

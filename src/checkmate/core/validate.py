@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
 from checkmate.core.units import format_bytes
 
 Rule = Literal[
@@ -77,18 +77,7 @@ def validate(
     found: list[Violation] = []
     table = _Table(graph, found)
     for step_index, step in enumerate(plan.steps):
-        if isinstance(step, Compute):
-            table.compute(step_index, step.op)
-        elif isinstance(step, Free):
-            table.free(step_index, step.value)
-        elif not 0 <= step.value < len(graph.values):
-            found.append(Violation("index", step_index, f"there is no value {step.value}"))
-        elif isinstance(step, Offload):
-            table.offload(step_index, step.value)
-        elif isinstance(step, Fetch):
-            table.fetch(step_index, step.value)
-        else:
-            table.discard(step_index, step.value)
+        table.take(step_index, step)
     end = len(plan.steps)
     table.finish(end)
     _check_counts(graph, table.runs, end, found, recompute)
@@ -121,6 +110,21 @@ class _Table:
         self.fetched: dict[int, int] = {}  # storage number -> step of the copy into it
         self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for, after a computation if it is one
         self.reads: dict[int, list[int]] = {}  # step that computes -> steps of the copies into what it reads
+
+    def take(self, at: int, step: Step) -> None:
+        """Follow a step."""
+        if isinstance(step, Compute):
+            self.compute(at, step.op)
+        elif isinstance(step, Free):
+            self.free(at, step.value)
+        elif not 0 <= step.value < len(self.graph.values):
+            self.found.append(Violation("index", at, f"there is no value {step.value}"))
+        elif isinstance(step, Offload):
+            self.offload(at, step.value)
+        elif isinstance(step, Fetch):
+            self.fetch(at, step.value)
+        else:
+            self.discard(at, step.value)
 
     def compute(self, step: int, o: int) -> None:
         if not 0 <= o < len(self.graph.ops):

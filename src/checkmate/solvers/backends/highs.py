@@ -30,7 +30,7 @@ def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
     if engine is None:
         return Solved()
     engine.setOptionValue("solver", "simplex")
-    if not _run(engine, time_s, deque(), None):
+    if not _run(engine, time_s):
         return Solved()
     status = engine.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -76,10 +76,7 @@ def solve_integer(
     if start is not None:
         known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
         engine.setSolution(len(known), known, start[known])
-    found: deque[Floats] = deque()
-    if on_solution is not None:
-        engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
-    if not _run(engine, time_s, found, on_solution):
+    if not _run(engine, time_s, on_solution):
         return Solved()
     status, info = engine.getModelStatus(), engine.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -93,13 +90,16 @@ def solve_integer(
     )
 
 
-def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> bool:
+def _run(engine: Any, time_s: float, on_solution: Callable[[Floats], None] | None = None) -> bool:
     """Run in another thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it; whether it has ended.
 
     Solutions are passed on here, not in the engine's callback, where an exception would be lost. An engine that neither keeps
     its limit nor hears of it goes on by itself and may not be touched. `highspy.Highs.startSolve` is not used: its locks belong
     to the class, so that no two engines can run at a time, not even one beside another that is left behind.
     """
+    found: deque[Floats] = deque()
+    if on_solution is not None:
+        engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
     engine.HandleUserInterrupt = True
     grace_s = 0.2  # beyond its limit the engine is told to stop, and after as much again it is left behind
     until = time.monotonic() + time_s + grace_s

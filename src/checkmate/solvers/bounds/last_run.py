@@ -100,9 +100,9 @@ class _LastRuns:
             if before[o] or o in chosen:
                 for v in graph.ops[o].inputs:
                     before[graph.producer[v]] = True
-        over = [not op.recomputable and earlier for op, earlier in zip(graph.ops, before, strict=True)]
-        again = np.array([not gone and o not in chosen for o, gone in enumerate(over)])
-        return [o for o in ops if not over[o]], again
+        over = {o for o, op in enumerate(graph.ops) if before[o] and not op.recomputable}
+        again = np.array([o not in over and o not in chosen for o in range(len(graph.ops))])
+        return [o for o in ops if o not in over], again
 
     def least_beside(self, op: int, again: npt.NDArray[np.bool_], time_up: Flag) -> int:
         """Least bytes beside those of an op while it runs for the last time, if of the others only some may run after it.

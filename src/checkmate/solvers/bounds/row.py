@@ -18,17 +18,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 
-
-class _Link(NamedTuple):
-    """One layer of a row: the op g, and the value v that it reads."""
-
-    reader: int
-    value: int
+Link = tuple[int, int]
+"""One layer of a row: the op g, and the value v that it reads."""
 
 
 def row_bound(problem: Problem) -> float:
@@ -54,40 +49,39 @@ def computations(steps: int, checkpoints: int) -> int:
     return total
 
 
-def _longest_row(graph: Graph, size: int) -> list[_Link]:
+def _longest_row(graph: Graph, size: int) -> list[Link]:
     """A longest row whose values have a least size, its last layer first.
 
     Links are the pairs of an op and a value that it reads. One can follow another if its op reads a value of the other's, and
     the op that makes the other's value reads its own. One pass over the ops in their order finds the longest path.
     """
-    best: dict[_Link, tuple[int, _Link | None]] = {}
-    longest: _Link | None = None
+    best: dict[Link, tuple[int, Link | None]] = {}
+    longest: Link | None = None
     inputs = [set(op.inputs) for op in graph.ops]
     large = [[v for v in op.inputs if graph.values[v].size_bytes >= size and graph.values[v].base is None] for op in graph.ops]
     for g, op in enumerate(graph.ops):
         for v in large[g]:
-            link = _Link(g, v)
+            link = (g, v)
             length, _ = best.setdefault(link, (1, None))
             if longest is None or length > best[longest][0]:
                 longest = link
             earlier = inputs[graph.producer[v]]
             for h in {h for w in op.outputs for h in graph.readers[w]}:
                 for u in large[h]:
-                    if u in earlier and (length + 1, link) > best.get(_Link(h, u), (1, link)):
-                        best[_Link(h, u)] = (length + 1, link)
-    row: list[_Link] = []
+                    if u in earlier and (length + 1, link) > best.get((h, u), (1, link)):
+                        best[(h, u)] = (length + 1, link)
+    row: list[Link] = []
     while longest is not None:
         row.append(longest)
         longest = best[longest][1]
     return row[::-1]
 
 
-def _bound_of(problem: Problem, row: list[_Link]) -> float:
+def _bound_of(problem: Problem, row: list[Link]) -> float:
     """The bound of a row, its last layer first."""
     graph = problem.graph
-    values = {link.value for link in row}
-    steps = [graph.producer[link.value] for link in row]
-    readers = [link.reader for link in row]
+    values = {v for _, v in row}
+    steps = [graph.producer[v] for _, v in row]
     # All ops differ: the first reader reads the last step's value, readers only rise from there, and steps only fall.
     if len(row) < 2:
         return 0.0
@@ -95,12 +89,13 @@ def _bound_of(problem: Problem, row: list[_Link]) -> float:
     unit = min(graph.values[v].size_bytes for v in values)
     # One instance is followed from each reader to the next. Where a reader takes several values, it is that of the largest one.
     carried = min(
-        max(graph.values[w].size_bytes for w in {*graph.ops[g].outputs} & {*graph.ops[h].inputs}) for g, h in pairwise(readers)
+        max(graph.values[w].size_bytes for w in {*graph.ops[g].outputs} & {*graph.ops[h].inputs})
+        for (g, _), (h, _) in pairwise(row)
     )
-    room = [budget - _needs(graph, g, values, link.value) for g, link in zip(readers, row, strict=True)]
+    room = [budget - _needs(graph, g, values, v) for g, v in row]
     # A step after the first reads the value before its own; the first has none, and one more fits while it runs.
-    for f, above in zip(steps[:-1], row[1:], strict=True):
-        room.append(budget - carried - _needs(graph, f, values, above.value))
+    for f, (_, above) in zip(steps[:-1], row[1:], strict=True):
+        room.append(budget - carried - _needs(graph, f, values, above))
     first = budget - carried - _needs(graph, steps[-1], values, None)
     checkpoints = max(max(room) // unit, first // unit - 1)
     if checkpoints < 0:

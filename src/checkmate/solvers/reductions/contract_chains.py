@@ -25,6 +25,10 @@ class FusibleKinds:
     reductions: frozenset[str]  # only at the end of a chain: what a reduction computes is stored
     light: frozenset[str] = frozenset()  # pointwise, and cheaper to compute again in each kernel than to store and read
 
+    def fuse(self, op: Op) -> bool:
+        """Whether an op is part of a kernel with others."""
+        return op.kind in self.pointwise or op.kind in self.reductions
+
 
 @dataclass(frozen=True, slots=True)
 class ContractChains:
@@ -90,8 +94,7 @@ def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> lis
 def _closes(graph: Graph, kinds: FusibleKinds, last: int) -> bool:
     """Whether a chain may end with an op."""
     op = graph.ops[last]
-    stored = all(graph.values[v].base is None for v in op.outputs) and not _is_view(graph, op)
-    return stored and (op.kind in kinds.pointwise or op.kind in kinds.reductions)
+    return kinds.fuse(op) and all(graph.values[v].base is None for v in op.outputs) and not _is_view(graph, op)
 
 
 def _is_light(graph: Graph, kinds: FusibleKinds, op: Op) -> bool:
@@ -115,31 +118,27 @@ def _contracted(graph: Graph, kinds: FusibleKinds, members: dict[int, list[int]]
     """The contracted graph."""
     ends = sorted(members)
     new_op = {m: i for i, last in enumerate(ends) for m in members[last]}  # of ops in pairs, which are in one chain
-    kept = [v for v in range(len(graph.values)) if graph.producer[v] in members]
+    kept = [v for v, o in enumerate(graph.producer) if o in members]
     new_value = {v: i for i, v in enumerate(kept)}
     ops: list[Op] = []
     for last in ends:
         op, chain = graph.ops[last], members[last]
         made = {v for m in chain for v in graph.ops[m].outputs}
         read = dict.fromkeys(v for m in chain for v in graph.ops[m].inputs if v not in made)
-        one_kernel = op.kind in kinds.pointwise or op.kind in kinds.reductions
         ops.append(
             structs.replace(
                 op,
                 inputs=tuple(new_value[v] for v in read),
                 outputs=tuple(new_value[v] for v in op.outputs),
                 cost=_cost(graph, chain) if len(chain) > 1 else op.cost,
-                workspace_bytes=0 if one_kernel else op.workspace_bytes,
+                workspace_bytes=0 if kinds.fuse(op) else op.workspace_bytes,
                 clobbered_by=tuple(sorted({new_op[c] for c in op.clobbered_by})),
             )
         )
-    values = tuple(
-        value if value.base is None else structs.replace(value, base=new_value[graph.root[v]])
-        for v, value in ((v, graph.values[v]) for v in kept)
-    )
-    pairs = dict.fromkeys((new_op[a], new_op[b]) for a, b in graph.order)
-    order = tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
-    return structs.replace(graph, ops=tuple(ops), values=values, order=order)
+    roots = [None if graph.values[v].base is None else new_value[graph.root[v]] for v in kept]
+    values = tuple(structs.replace(graph.values[v], base=root) for v, root in zip(kept, roots, strict=True))
+    pairs = {(new_op[a], new_op[b]) for a, b in graph.order}
+    return structs.replace(graph, ops=tuple(ops), values=values, order=tuple(sorted((a, b) for a, b in pairs if a != b)))
 
 
 def _cost(graph: Graph, members: list[int]) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.signal import find_peaks
@@ -104,7 +104,7 @@ class EventChains:
             needed = [o for o in prices if prices[o] > 0.001 * sum(prices.values())]
             added = self._next(needed, tried) if needed else []
             tried.update(added)
-            chain = self._in_order({*needed, *added}) if added else []
+            chain = sorted({*needed, *added}) if added else []
         return self._fewest(prices, most, left_s) if most > 0 else Chain(list(events), self.candidates)
 
     def _fewest(self, prices: dict[int, float], most: float, left_s: Callable[[], float]) -> Chain:
@@ -113,14 +113,11 @@ class EventChains:
         ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
         few, dear = 1, sum(prices[o] > 0.03 * total for o in ranked)
         while few < dear and left_s() > 0:
-            cut = build_cuts(self._model, self._in_order(ranked[:few]), all_segments=True)
+            cut = build_cuts(self._model, sorted(ranked[:few]), all_segments=True)
             if relax(cut, time_s=left_s(), enough=most).bound >= 0.99 * most:
                 break
             few += 1
-        return Chain(self._in_order(ranked[:few]), self.candidates, prices)
-
-    def _in_order(self, events: Iterable[int]) -> list[int]:
-        return sorted(events, key=self.candidates.index)
+        return Chain(sorted(ranked[:few]), self.candidates, prices)
 
     def _next(self, chain: list[int], tried: set[int]) -> list[int]:
         """The most prominent candidates that were not tried.

@@ -95,14 +95,8 @@ class CutModel:
         It does if the DAG alone puts every op before or after each event: then no other order has other sides, and the program
         is the same as that of a model without targets.
         """
-        if self.targets is None:
-            return True
-        for cut in cuts:
-            known = self._reach([cut], self.parents) | self._reach([cut], self.children)
-            known[cut] = True
-            if not known.all():
-                return False
-        return True
+        known = (self._reach([cut], self.parents) | self._reach([cut], self.children) for cut in cuts)
+        return self.targets is None or all(np.delete(mask, cut).all() for cut, mask in zip(cuts, known, strict=True))
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
