@@ -16,6 +16,7 @@ def check(tally: Tally, cases: int) -> None:
     assert tally.pages
 
 
+@pytest.mark.slow
 def test_damaged_files():
     """What is wrong is said in one line, and nothing else happens."""
     check(fuzz(150, 1), 150)

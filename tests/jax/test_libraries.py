@@ -114,7 +114,13 @@ def train_haliax(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
 
 
 # The layers of Haliax are one op, a loop, which leaves less to compute again.
-@pytest.mark.parametrize(("train", "budget"), [(train_nnx, "70%"), (train_equinox, "70%"), (train_haliax, "95%")])
+@pytest.mark.parametrize(
+    ("train", "budget"),
+    [
+        (train_nnx, "70%"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((train_equinox, "70%"), (train_haliax, "95%"))),
+    ],
+)
 def test_training_is_the_same(train, budget):
     """Also where the loss changes its model in place, as BatchNorm and Dropout of NNX do."""
     planned = []

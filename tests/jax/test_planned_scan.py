@@ -117,6 +117,7 @@ def exactly(body, carry, xs):
     return in_three_groups(body, carry, xs, exact=True)
 
 
+@pytest.mark.slow
 def test_groups_compose():
     """With `vmap`, closed-over values that are traced, integers in the carry, and a second derivative."""
     draw = np.random.default_rng(0)

@@ -130,6 +130,7 @@ def test_several_steps_for_each_call_of_the_callbacks():
     assert calls == 4 * [2, 5]
 
 
+@pytest.mark.slow
 def test_mixed_precision_scales_the_loss():
     """Keras wraps the optimizer when it compiles; the plan has the scaled loss and the check of the gradients."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -146,6 +147,7 @@ def test_mixed_precision_scales_the_loss():
     assert isinstance(planned.model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.slow
 def test_models_that_are_built_by_fit():
     """Keras defers building to the first trace."""
 
@@ -218,6 +220,7 @@ def test_a_checkpoint_of_each_side_is_read_by_the_other(tmp_path):
     both(cnn, train)
 
 
+@pytest.mark.slow
 def test_another_compile_is_planned_again_and_undo_returns_to_keras():
     """A new optimizer is another step; without the budget Keras makes its own function, and nothing of ours stays."""
     model = cnn()

@@ -144,6 +144,7 @@ def test_stages_are_relieved_beside_one_that_cannot_be():
     assert excess == 20 - 9
 
 
+@pytest.mark.slow
 def test_steps_lower_the_peak_and_their_plans_hold_on_any_graph():
     """Views, rules, several outputs, ops that run once; the same seed gives the same plans."""
     lower = 0

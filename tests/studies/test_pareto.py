@@ -125,6 +125,7 @@ def block() -> tuple[Graph, Curve]:
     return graph, pareto(graph, points=4, limits=ENDLESS)
 
 
+@pytest.mark.slow
 def test_a_curve_is_the_same_in_other_processes(block):
     """What is sent is pickled, and what is solved first does not depend on who is done first."""
     graph, here = block

@@ -114,6 +114,7 @@ def test_optimizers(name):
     assert differing(planned, plain) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", quick(["float32", "mixed_bfloat16", "mixed_float16"], "mixed_float16"))
 def test_statistics_masks_and_regularisers(policy):
     """BatchNorm's averages move once a step, dropout's masks are the same when computed again, losses of layers count."""

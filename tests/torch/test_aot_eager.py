@@ -168,6 +168,7 @@ sys.exit(found[0] != found[1])
 """
 
 
+@pytest.mark.slow
 def test_a_backward_inside_of_a_compiled_function_returns() -> None:
     """With the optimizer, as in PyTorch's own tutorials. In a separate process, since it would not return."""
     done = subprocess.run([sys.executable, "-c", BACKWARD_INSIDE], capture_output=True, text=True, check=False)

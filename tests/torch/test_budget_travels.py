@@ -60,6 +60,7 @@ def test_the_backend_parses_and_resolves_once(calls: Counter[str], compiler: str
     assert calls == {"parsed": 1, "resolved": 1}
 
 
+@pytest.mark.slow
 def test_a_whole_step_parses_and_resolves_once(calls: Counter[str]) -> None:
     """From the call to the plan, and not again when the step runs."""
     model, x = network()

@@ -73,6 +73,7 @@ def test_micro_batches_accumulate_on_every_rank() -> None:
         assert one["ddp-views"]["added"] > 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_plan_stops_all() -> None:
     """An impossible budget, different budgets, different shapes, a fault before and one after planning: reasons, at once."""
     first, second = ranks("failing")

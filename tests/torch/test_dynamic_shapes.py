@@ -53,6 +53,7 @@ def test_one_compilation_serves_three_sizes(name: str) -> None:
     assert sorted(peaks) == [peaks[1], peaks[2], peaks[0]]
 
 
+@pytest.mark.slow
 def test_the_largest_size_that_is_announced_is_planned_for() -> None:
     """The first batch is the smallest; the budget holds at the largest, which comes last."""
     model, largest = Transformer(layers=1), 128
@@ -135,6 +136,7 @@ def test_sizes_that_shrink_as_the_batch_grows_count_at_their_most() -> None:
     assert max(v.size_bytes for v in planned[0][0].graph.values if v.name.startswith("exp")) == 254 * 64 * 4
 
 
+@pytest.mark.slow
 def test_two_dynamic_dimensions_and_sizes_in_the_arithmetic() -> None:
     """Sequence length beside batch, sizes as numbers in the loss, convolutions over dynamic images."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3, stride=2), nn.GELU())

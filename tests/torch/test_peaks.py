@@ -99,6 +99,7 @@ def test_the_backend_is_found_by_name_alone(fresh: dict[str, Any]) -> None:
     assert fresh["by_name"] == {"before": False, "same": True}
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_depend_on_the_hash_seed(fresh: dict[str, Any]) -> None:
     """Plans are files: the same program must give the same graph in every process.
 

@@ -126,6 +126,7 @@ class Recompiled(Classifier):
         return z.square().mean(), z
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_compiled_again_has_the_plan_of_the_step() -> None:
     model, x = Recompiled(), torch.randn(512, 64)
     graphs: list[Any] = []

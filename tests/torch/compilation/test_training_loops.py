@@ -363,6 +363,7 @@ class Sentences(nn.Module):
         return self.head(self.rnn(packed)[1][0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_a_packed_gru_between_planned_graphs() -> None:
     """The share is of the whole step, and not of the first small graph."""

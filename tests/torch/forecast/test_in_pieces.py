@@ -108,6 +108,7 @@ def test_what_cannot_be_known_without_the_device_is_refused(chunking: str) -> No
     assert "chunking='" in refused.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plenty")
 def test_the_largest_batch_in_pieces_runs_in_pieces() -> None:
     """On the device at hand, where times of pieces are measured; training at that batch keeps the budget."""

@@ -60,6 +60,7 @@ def total(step: checkmate.torch.Step, *batch: Any) -> int:
     return step.graph.resident_bytes + measure_peak(lambda: step(*batch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plenty")
 def test_batch_and_sequence_run_within_the_budget() -> None:
     """Both on the plans that were returned: measured, they keep the budget and need most of it."""

@@ -74,6 +74,7 @@ def test_a_second_start_neither_traces_nor_plans(budget: str | None) -> None:
     assert result_again.remarks == result.remarks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"budget": "75%"}, {"reserve": "1MiB"}, {"outputs": "released"}])
 def test_another_problem_is_planned(changed: dict[str, Any]) -> None:
     """The code of one budget is no answer to another, nor to another amount of resident memory."""

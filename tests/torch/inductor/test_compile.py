@@ -124,6 +124,7 @@ def test_every_planned_matrix_product_is_in_the_code() -> None:
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_that_no_compiled_step_fits_is_found_out_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several compilations find it out; the next process runs op by op at once. Another budget is tried."""
     over = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)

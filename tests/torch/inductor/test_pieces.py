@@ -30,6 +30,7 @@ def whole(model: nn.Module, **options: Any) -> tuple[Step, torch.optim.Optimizer
     return checkmate.torch.compile(model, optimizer=optimizer, example=batch(), **options), optimizer
 
 
+@pytest.mark.slow
 def test_a_whole_step_has_the_same_bits_in_pieces_at_every_budget() -> None:
     """The head with its loss is one region, which computes nothing twice: it runs in pieces whatever the budget is."""
     expected = Language()
@@ -63,7 +64,7 @@ def test_a_whole_step_has_the_same_bits_in_pieces_at_every_budget() -> None:
     assert peaks[0] < 0.7 * measure_peak(lambda: ops_whole(**inputs)[1])
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(s, marks=pytest.mark.slow) for s in (1.0, 3.0)])
 def test_gradients_are_computed_ahead_of_the_backward(scale: float) -> None:
     """Also of a loss that the caller scales."""
     model = Language()
@@ -84,6 +85,7 @@ def test_gradients_are_computed_ahead_of_the_backward(scale: float) -> None:
         assert all(map(torch.equal, mine, found[0]))
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_single_precision() -> None:
     model = Language()
     exact = [p.grad for p in stepped(Language(), autocast=None)]
@@ -116,6 +118,7 @@ def test_the_peak_of_a_step_in_pieces_is_predicted() -> None:
     assert logits <= head.workspace_bytes < 1.5 * logits
 
 
+@pytest.mark.slow
 def test_the_gradient_of_logits_is_written_over_them() -> None:
     """Each piece has one array of the size of its logits."""
     _, codes = run_and_get_code(lambda: whole(Language()))
@@ -127,6 +130,7 @@ def test_by_default_ops_run_whole() -> None:
     assert not any("pieces" in op.kind for op in step.graph.ops)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_fused_step_keeps_is_kept_op_by_op_in_pieces() -> None:
     """Options of Inductor are not in the way of the other compiler."""
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def test_the_callback_compiles_the_model_in_place():
         gradients(model, model)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version("accelerate") != "1.15.0", reason="the patch is made for accelerate 1.15.0")
 def test_the_proposed_change_of_accelerate_applies_and_works(tmp_path):
     """What is proposed to another project has been tried on its sources."""

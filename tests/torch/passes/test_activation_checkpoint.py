@@ -236,6 +236,7 @@ def test_a_budget_decides_on_the_rest() -> None:
     assert planned[-1][1].peak_bytes <= planned[-1][1].budget_bytes
 
 
+@pytest.mark.slow
 def test_regions_of_every_size() -> None:
     """Respected, under a budget, with one plan for all sizes up to the largest."""
     model, forward = one_after_the_other()

@@ -94,7 +94,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_policies_keep_the_budget_and_the_bits(dropout: float) -> None:
     """Ops, modules and whole layers, with random ops and without: two steps equal a plain loop's, the peak is measured."""
     plain = Gpt(dropout)
