@@ -90,9 +90,12 @@ def mib(size_bytes: int) -> str:
 
 def digest(*tensors: Any) -> str:
     """A hash of the bytes of PyTorch tensors; None counts as itself."""
+    import torch
+
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+        flat = None if tensor is None else tensor.detach().contiguous().cpu().reshape(-1)
+        found.update(b"none" if flat is None else flat.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

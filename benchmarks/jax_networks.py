@@ -51,29 +51,12 @@ def in_groups(wrap: Wrap, block: Callable[..., Any], modules: Sequence[Any], x: 
     return x
 
 
-class Layers:
-    """Makes layers of Flax NNX, with weights that follow one another from a seed."""
+def _group_norm(channels: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
+    return nnx.GroupNorm(channels, num_groups=4, rngs=rngs)
 
-    def __init__(self) -> None:
-        self.rngs = nnx.Rngs(0)
 
-    def linear(self, inputs: int, outputs: int, bias: bool = True) -> Any:
-        return nnx.Linear(inputs, outputs, use_bias=bias, rngs=self.rngs)
-
-    def embedding(self, count: int, width: int) -> Any:
-        return nnx.Embed(count, width, rngs=self.rngs)
-
-    def layer_norm(self, width: int) -> Any:
-        return nnx.LayerNorm(width, rngs=self.rngs)
-
-    def rms_norm(self, width: int) -> Any:
-        return nnx.RMSNorm(width, rngs=self.rngs)
-
-    def group_norm(self, channels: int) -> Any:
-        return nnx.GroupNorm(channels, num_groups=4, rngs=self.rngs)
-
-    def conv(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> Any:
-        return nnx.Conv(inputs, outputs, (size, size), strides=stride, padding="SAME", rngs=self.rngs)
+def _conv(inputs: int, outputs: int, rngs: nnx.Rngs, size: int = 3, stride: int = 1) -> nnx.Conv:
+    return nnx.Conv(inputs, outputs, (size, size), strides=stride, padding="SAME", rngs=rngs)
 
 
 def network(parts: dict[str, Any], forward: Callable[..., jax.Array], *batch: Any) -> Network:
@@ -119,10 +102,11 @@ def _rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
 
 
-def _layer(lib: Any, width: int) -> dict[str, Any]:
-    projections = {name: lib.linear(width, width) for name in "qkvo"}
-    norms = {"first": lib.layer_norm(width), "second": lib.layer_norm(width)}
-    return {**projections, **norms, "up": lib.linear(width, 4 * width), "down": lib.linear(4 * width, width)}
+def _layer(rngs: nnx.Rngs, width: int) -> dict[str, Any]:
+    linear = functools.partial(nnx.Linear, rngs=rngs)
+    projections = {name: linear(width, width) for name in "qkvo"}
+    norms = {name: nnx.LayerNorm(width, rngs=rngs) for name in ("first", "second")}
+    return {**projections, **norms, "up": linear(width, 4 * width), "down": linear(4 * width, width)}
 
 
 def _pre_norm(heads: int, causal: bool, p: Any, x: jax.Array) -> jax.Array:
@@ -146,12 +130,12 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def transformer(layers: int = 12, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """GPT-shaped: causal attention, norms before."""
-    lib = Layers()
+    rngs = nnx.Rngs(0)
     parts = {
-        "embedding": lib.embedding(64, width),
-        "layers": [_layer(lib, width) for _ in range(layers)],
-        "norm": lib.layer_norm(width),
-        "head": lib.linear(width, 64, False),
+        "embedding": nnx.Embed(64, width, rngs=rngs),
+        "layers": [_layer(rngs, width) for _ in range(layers)],
+        "norm": nnx.LayerNorm(width, rngs=rngs),
+        "head": nnx.Linear(width, 64, use_bias=False, rngs=rngs),
     }
 
     def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
@@ -161,12 +145,12 @@ def transformer(layers: int = 12, width: int = 32, length: int = 64, batch: int 
     return network(parts, forward, *_tokens(batch, length, 64))
 
 
-def _llama_layer(lib: Any, width: int) -> dict[str, Any]:
-    narrow = {name: lib.linear(width, width // 2, False) for name in "kv"}
-    norms = {"first": lib.rms_norm(width), "second": lib.rms_norm(width)}
-    mlp = {"gate": lib.linear(width, 3 * width, False), "up": lib.linear(width, 3 * width, False)}
-    wide = {name: lib.linear(width, width, False) for name in "qo"}
-    return {**narrow, **wide, **norms, **mlp, "down": lib.linear(3 * width, width, False)}
+def _llama_layer(rngs: nnx.Rngs, width: int) -> dict[str, Any]:
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+    narrow = {name: linear(width, width // 2) for name in "kv"}
+    norms = {name: nnx.RMSNorm(width, rngs=rngs) for name in ("first", "second")}
+    mlp = {"gate": linear(width, 3 * width), "up": linear(width, 3 * width)}
+    return {**narrow, **{name: linear(width, width) for name in "qo"}, **norms, **mlp, "down": linear(3 * width, width)}
 
 
 def _llama(p: Any, x: jax.Array) -> jax.Array:
@@ -179,12 +163,12 @@ def _llama(p: Any, x: jax.Array) -> jax.Array:
 
 def llama(layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """Llama-shaped: RMS norms, rotary positions, two heads of keys and values for four of queries, SwiGLU."""
-    lib = Layers()
+    rngs = nnx.Rngs(0)
     parts = {
-        "embedding": lib.embedding(64, width),
-        "layers": [_llama_layer(lib, width) for _ in range(layers)],
-        "norm": lib.rms_norm(width),
-        "head": lib.linear(width, 64, False),
+        "embedding": nnx.Embed(64, width, rngs=rngs),
+        "layers": [_llama_layer(rngs, width) for _ in range(layers)],
+        "norm": nnx.RMSNorm(width, rngs=rngs),
+        "head": nnx.Linear(width, 64, use_bias=False, rngs=rngs),
     }
 
     def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
@@ -194,14 +178,14 @@ def llama(layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) ->
     return network(parts, forward, *_tokens(batch, length, 64))
 
 
-def _conv_block(lib: Any, inputs: int, outputs: int, stride: int = 1) -> dict[str, Any]:
+def _conv_block(rngs: nnx.Rngs, inputs: int, outputs: int, stride: int = 1) -> dict[str, Any]:
     block = {
-        "conv1": lib.conv(inputs, outputs, 3, stride),
-        "norm1": lib.group_norm(outputs),
-        "conv2": lib.conv(outputs, outputs),
-        "norm2": lib.group_norm(outputs),
+        "conv1": _conv(inputs, outputs, rngs, 3, stride),
+        "norm1": _group_norm(outputs, rngs),
+        "conv2": _conv(outputs, outputs, rngs),
+        "norm2": _group_norm(outputs, rngs),
     }
-    return block | ({} if inputs == outputs and stride == 1 else {"skip": lib.conv(inputs, outputs, 1, stride)})
+    return block | ({} if inputs == outputs and stride == 1 else {"skip": _conv(inputs, outputs, rngs, 1, stride)})
 
 
 def _double(p: Any, x: jax.Array) -> jax.Array:
@@ -217,13 +201,13 @@ def _residual(p: Any, x: jax.Array) -> jax.Array:
 
 def resnet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
     """ResNet-shaped: three stages of two residual blocks, group norms."""
-    lib = Layers()
+    rngs = nnx.Rngs(0)
     widths = [width, width, 2 * width, 2 * width, 4 * width, 4 * width]
     inputs = [width, *widths[:-1]]
     parts = {
-        "stem": lib.conv(3, width),
-        "layers": [_conv_block(lib, a, b, 1 + (a != b)) for a, b in zip(inputs, widths, strict=True)],
-        "head": lib.linear(widths[-1], 10),
+        "stem": _conv(3, width, rngs),
+        "layers": [_conv_block(rngs, a, b, 1 + (a != b)) for a, b in zip(inputs, widths, strict=True)],
+        "head": nnx.Linear(widths[-1], 10, rngs=rngs),
     }
 
     def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
@@ -235,13 +219,13 @@ def resnet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
 
 def unet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
     """U-Net-shaped: three levels, halved by strides and doubled by repetition, with skips."""
-    lib = Layers()
+    rngs = nnx.Rngs(0)
     widths = [width, 2 * width, 4 * width]
     parts = {
-        "down": [_conv_block(lib, a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)],
-        "halve": [lib.conv(w, w, 3, 2) for w in widths[:-1]],
-        "up": [_conv_block(lib, a + b, a) for a, b in zip(widths[1::-1], widths[:0:-1], strict=True)],
-        "head": lib.conv(width, 2, 1),
+        "down": [_conv_block(rngs, a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)],
+        "halve": [_conv(w, w, rngs, 3, 2) for w in widths[:-1]],
+        "up": [_conv_block(rngs, a + b, a) for a, b in zip(widths[1::-1], widths[:0:-1], strict=True)],
+        "head": _conv(width, 2, rngs, 1),
     }
 
     def doubled(x: jax.Array) -> jax.Array:
@@ -277,7 +261,7 @@ def scanned_layer(width: int = 32, length: int = 64, batch: int = 16) -> tuple[C
     """The body of a loop over layers, its carry, and the parameters of 32 layers, stacked."""
     draw = np.random.default_rng(0)
     carry = jnp.asarray(draw.normal(size=(batch, length, width)), jnp.float32)
-    definition, parameters = nnx.split(_llama_layer(Layers(), width))
+    definition, parameters = nnx.split(_llama_layer(nnx.Rngs(0), width))
 
     def layer(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
         return _llama(nnx.merge(definition, parameters), x), None

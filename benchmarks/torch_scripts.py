@@ -190,7 +190,7 @@ def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
         SCRIPTS[name].main()
         end_step()
         tensors = [t for m in WATCH.models for t in (*m.parameters(), *m.buffers())]
-        row["parameters"] = digest(*(t.float() if t.dtype == torch.bfloat16 else t for t in tensors))
+        row["parameters"] = digest(*tensors)
     except BaseException as error:  # noqa: BLE001 - whatever a script, Dynamo or the backend raises is a row of the table
         traceback.print_exc()
         end_step()

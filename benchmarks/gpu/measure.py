@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import platform
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from fresh import hardware, versions
+from fresh import digest, hardware, versions
 
 from checkmate.torch import measure_peak
 
@@ -118,20 +117,12 @@ def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
     before = [b.clone() for b in model.buffers()]
     model.zero_grad(set_to_none=True)
     loss = step()
-    found = hashlib.sha256()
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    gradients = (p.grad for p in model.parameters())
-    for tensor in (loss, *model.parameters(), *gradients, *model.buffers(), *states):
-        found.update(b"none" if tensor is None else _bytes(tensor))
+    found = digest(loss, *model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *states)
     with torch.no_grad():
         for buffer, old in zip(model.buffers(), before, strict=True):
             buffer.copy_(old)
     model.zero_grad(set_to_none=True)
-    return found.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return found
