@@ -46,6 +46,7 @@ def test_a_number_and_its_unit_multiply(number, unit, case, space):
         (5, 5),
         ("7B", 7),
         ("0", 0),
+        (" 1 ", 1),
         (np.int64(3), 3),
     ],
     ids=repr,

@@ -108,6 +108,7 @@ def test_a_smaller_last_batch_is_planned_within_the_same_budget():
     assert planned.measured_bytes is not None
 
 
+@pytest.mark.slow
 def test_arrays_with_weights_of_samples():
     """Arrays are shuffled and cut into batches by Keras."""
     both(
@@ -117,6 +118,7 @@ def test_arrays_with_weights_of_samples():
     )
 
 
+@pytest.mark.slow
 def test_weights_of_classes():
     """Keras makes weights of samples from them."""
     both(cnn, history(class_weight={c: 1.0 + c for c in range(10)}), (IMAGES[:5], CLASSES[:5], WEIGHTS[:5]))

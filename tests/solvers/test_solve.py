@@ -130,6 +130,7 @@ class NeverRun:
         raise AssertionError("a budget below the floor was searched")
 
 
+@pytest.mark.slow
 def test_below_the_floor_no_solver_runs_and_the_refusal_takes_a_moment():
     """The bound is known at once, whatever the solver and its time limit; the smallest budget named is one that works."""
     graph = transformer(12)

@@ -158,6 +158,7 @@ def test_two_dynamic_dimensions_and_sizes_in_the_arithmetic() -> None:
     assert close(measure_peak(lambda: run(batches[0]).backward()), planned_bytes(planned))
 
 
+@pytest.mark.slow
 def test_a_number_is_bounded_only_where_it_is_a_size() -> None:
     """A counter may grow without another compilation; a length that is cut to may not outgrow its plan."""
     model, x = mlp(2), torch.randn(256, 64)

@@ -129,7 +129,7 @@ def _whole(amount: int | float, written: Amount | None = None) -> int:
     written = amount if written is None else written
     if isinstance(amount, bool):
         raise UnitError(f"{amount!r} is not an amount of memory", hint=_HINT)
-    if isinstance(amount, float) and 0 < amount <= 1 and str(written) != "1":
+    if isinstance(amount, float) and 0 < amount <= 1 and str(written).strip() != "1":
         hint = f"did you mean '{100 * amount:g}%'? Otherwise write an amount such as '8GiB'"
         raise UnitError(f"{written!r} means {int(amount)} byte{'s' * (amount < 1)}", hint=hint)
     if isinstance(amount, float) and amount.is_integer():

@@ -314,6 +314,7 @@ def test_a_late_gradient_without_its_inputs_is_an_error(lost: str) -> None:
         (loss + logits.square().mean()).backward()
 
 
+@pytest.mark.slow
 def test_two_networks_one_of_which_is_only_run_forward() -> None:
     """The steps of a GAN: the discriminator's has a forward of the generator whose result is detached."""
     generator, discriminator = mlp(3, dropout=0.0), Classifier(3, classes=1)

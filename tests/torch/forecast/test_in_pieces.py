@@ -71,6 +71,7 @@ def test_what_keeps_everything_runs_nothing_in_pieces() -> None:
     assert answer.smallest_bytes < whole.smallest_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plenty")
 def test_longer_sequences_fit_in_pieces() -> None:
     """A trace at the longest one confirms it; the bound is one for the step in pieces."""

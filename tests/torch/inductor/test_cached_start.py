@@ -58,7 +58,7 @@ class Starts:
         return found, planned, peak
 
 
-@pytest.mark.parametrize("budget", [None, "80%"])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), "80%"])
 def test_a_second_start_neither_traces_nor_plans(budget: str | None) -> None:
     """With the bits, the plan and the peak of the first: tracing and planning took half of a cached start."""
     starts = Starts()

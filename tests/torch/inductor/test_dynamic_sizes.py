@@ -117,6 +117,7 @@ def test_other_networks_serve_three_sizes(name: str, share: float) -> None:
     check_three_sizes(NETWORKS[name](), lambda rows: input_of(name, rows), (256, 96, 160), None, share)
 
 
+@pytest.mark.slow
 def test_a_larger_size_is_compiled_for_itself() -> None:
     """Never a run at a size that was not planned for."""
     model = mlp(depth=2)

@@ -20,7 +20,7 @@ from checkmate.solvers.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Local search for plans and event cuts for the proof, each started from the other's results.
+    """Local search for plans and event cuts for the proof, each started from what the other found.
 
     The logger ``checkmate.solvers.auto`` shows the phases and their times at level DEBUG.
 

@@ -130,6 +130,7 @@ def test_candidates_stand_out_from_their_neighbours():
     assert beside > 2
 
 
+@pytest.mark.slow
 def test_programs_of_more_events_prove_no_more_than_a_plan_costs():
     """Few of the dearest events prove nearly as much as all that were tried, in the order of the chain."""
     grown = 0

@@ -162,6 +162,7 @@ def test_a_unit_is_a_size_that_takes_more_from_the_room_than_from_the_values(siz
     assert set(memory_units(np.array(sizes, dtype=np.int64), room)) == units
 
 
+@pytest.mark.slow
 def test_rows_in_whole_units_change_the_relaxation_and_not_the_integers():
     """Sizes are multiples of four bytes but for some small ones, and the budget is not."""
     sharper = with_units = 0

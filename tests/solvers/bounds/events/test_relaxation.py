@@ -127,6 +127,7 @@ def test_a_solution_without_a_contradiction_can_be_completed():
     assert contradicted > 50
 
 
+@pytest.mark.slow
 def test_a_solution_outside_of_its_limits_by_a_tolerance_is_taken_as_the_nearest_inside():
     """Columns of -1e-7 made others raise each other for ever: a program of seven events of ResNet-50 did not end."""
     compared = 0
