@@ -26,7 +26,7 @@ def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
 
     Dead code elimination: frameworks drop these computations, and a plan that counted them would claim too high a cost
     (by up to 4 % on captured steps). The new order costs no more and holds no more at any step. An op's first computation
-    is also dropped if a later one stays, unless `order` prescribes its place among first computations.
+    is also dropped if a later one stays, unless its place among first computations is prescribed.
     """
     graph = problem.graph
     tied = ordered_ops(graph)
