@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     """A part of a region."""
 
     size: int
-    address: int  # of its first byte, counted over all regions in the order in which they were made, with a byte between two
+    address: int  # of its first byte, counted over all regions in order of creation, with one byte between regions
     pool: Hashable = None  # key of its free list
 
 
@@ -28,7 +28,7 @@ class Heap:
     held: int = 0  # bytes of all regions, free chunks included
     in_use: int = 0  # bytes of the allocated chunks
     peak: int = 0  # of the bytes in use
-    # Free chunks by size, then address: the first that fits is the smallest, and ties break as in both allocators.
+    # Free chunks by size, then address: the first that fits is the smallest. Both allocators break ties this way.
     _free: dict[Hashable, list[Chunk]] = field(default_factory=dict[Hashable, list[Chunk]])
     _starts: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by their first byte
     _ends: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by the byte after their last
@@ -77,7 +77,7 @@ class Heap:
 
 @dataclass(slots=True)
 class CachingAllocator(Heap):
-    """PyTorch's caching allocator: separate pools for small and large requests, and no segment is released.
+    """PyTorch's caching allocator: separate pools for small and large requests; segments are never released.
 
     The numbers are those of c10/core/AllocatorConfig.h, PyTorch 2.13, with their names.
 

@@ -73,7 +73,7 @@ class Outputs:
     def save(self, *contents: tuple[Graph | Plan | Result | Curve | bytes, Path | None]) -> None:
         """Write values or bytes to files that are wanted; a regular file is written whole or not at all.
 
-        The error for a file that cannot be written has the place at which its content was saved instead.
+        The error for a file that cannot be written names the place at which its content was saved instead.
         """
         failures: list[str] = []
         for content, path in contents:

@@ -1,4 +1,4 @@
-"""A memory budget, from the text that a user writes to an exact number of bytes, and what it has to leave room for."""
+"""A memory budget, from the text that a user writes to an exact number of bytes, and the memory that no plan can change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def keep_all_bytes(graph: Graph) -> int:
 
 
 def fixed_bytes(graph: Graph) -> int:
-    """Bytes that no plan can change: what is resident, and each storage that is kept to the end of the step, once.
+    """Bytes that no plan can change: resident bytes, and each storage that is kept to the end of the step, counted once.
 
-    Among the latter are the gradients that the step leaves and the outputs that its caller holds. A whole step has consumed its
-    gradients by then.
+    Kept storages include gradients that the step leaves and outputs that its caller holds. At its end a whole step has consumed
+    its gradients.
     """
     kept = {root for root, value in zip(graph.root, graph.values, strict=True) if value.kept}
     return graph.resident_bytes + sum(graph.values[v].size_bytes for v in kept)
@@ -28,19 +28,19 @@ def fixed_bytes(graph: Graph) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A memory budget as it was asked for: a total, or a share of what a plan can change.
+    """A memory budget as the user wrote it: a total, or a share of the bytes that a plan can change.
 
-    A share P is of the whole step: ``fixed + P * (keep_all - fixed)``. ``fixed`` is what no plan can change (`fixed_bytes`):
+    A share P refers to the whole step: ``fixed + P * (keep_all - fixed)``. No plan can change ``fixed`` (`fixed_bytes`):
     parameters, buffers, inputs, optimizer state, gradients that exist or that the step leaves, and outputs that are held.
     ``keep_all`` is the peak of keeping everything (`keep_all_bytes`).
 
-    Text is parsed once, where it comes in (`parse`), and becomes bytes once, when the graph is known (`resolve`).
+    `parse` reads the text once, and `resolve` turns it into bytes once the graph is known.
 
     Attributes:
-        text: The budget as it was written.
+        text: The budget as the user wrote it.
         total_bytes: The total in bytes, resident bytes included; None for a share.
         percentage: The share in per cent; None for a total.
-        share_of: The two amounts that a share refers to, where its total is known: ``fixed`` and ``keep_all``.
+        share_of: The two amounts that a share with a known total refers to: ``fixed`` and ``keep_all``.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1], resident_bytes=10)
@@ -64,16 +64,16 @@ class Budget:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether it is the share of 100 %: a step without any plan keeps it too."""
+        """Whether the budget is the share of 100 %, which a step without a plan keeps too."""
         return self.percentage is not None and self.percentage >= 100
 
     @classmethod
     def parse(cls, amount: Amount) -> Budget:
-        """The budget that a text or a number stands for.
+        """The budget for a text or a number.
 
         Args:
-            amount: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"`` is what no plan can change plus
-                70 % of what keeping everything needs above that.
+            amount: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"`` is the bytes that no plan
+                can change plus 70 % of the additional bytes that keeping everything needs.
 
         Raises:
             UnitError: The text cannot be read, or the amount is negative or not whole.
@@ -85,12 +85,12 @@ class Budget:
 
     @property
     def is_share(self) -> bool:
-        """Whether it was written as a share, though its total may be known by now."""
+        """Whether the user wrote a share, even if its total is known by now."""
         return self.text.endswith("%")
 
     @property
     def has_no_unit(self) -> bool:
-        """Whether it is a number of bytes that was written without a unit, which may have been forgotten."""
+        """Whether the user wrote a number of bytes without a unit, perhaps by mistake."""
         return self.text.removesuffix(" bytes")[-1:].isdigit()
 
     def describe(self, budget_bytes: int, keep_all_bytes: int) -> str:
@@ -110,28 +110,28 @@ class Budget:
         return f"{self.text} of what can be given up: {budget} of {format_bytes(keep_all_bytes)} in all"
 
     def with_total(self, total_bytes: int, of: Graph | None = None) -> Budget:
-        """The same budget, in the same words, where its bytes are known.
+        """The same budget, in the same words, with known bytes.
 
         Args:
             total_bytes: The bytes, resident ones included.
-            of: What a share refers to, where variants of it will be planned.
+            of: The graph that a share refers to, if variants of this graph will be planned.
         """
         return Budget(self.text, total_bytes=total_bytes, share_of=self.share_of if of is None else self.reference(of))
 
     def reference(self, graph: Graph) -> tuple[int, int]:
-        """The two amounts that a share refers to, of a graph if they were not noted; zeros for a total."""
+        """The two amounts that a share refers to, computed from a graph if they are not stored; zeros for a total."""
         if not self.is_share:
             return 0, 0
         return self.share_of or (fixed_bytes(graph), keep_all_bytes(graph))
 
     def at_least(self, size_bytes: int, graph: Graph) -> str:
-        """The amount to ask for so that so many bytes are enough, for hints: a share where one was asked for and can be enough.
+        """The amount that hints suggest to fit a number of bytes: a share if the user wrote a share and a share can fit them.
 
-        Bytes are those of one step; a share can be pasted into a script whose steps differ, too.
+        A number of bytes fits one step; a share also works in a script whose steps differ.
 
         Args:
-            size_bytes: What is needed, resident bytes included.
-            graph: What the budget is of, if it was not noted.
+            size_bytes: Bytes needed, resident bytes included.
+            graph: The graph that the budget refers to, if it is not stored.
 
         Examples:
             >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1], resident_bytes=10)
@@ -151,7 +151,7 @@ class Budget:
         return self.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all_bytes(graph))
 
     def within(self, *, fixed_bytes: int, keep_all_bytes: int) -> int:
-        """Bytes of the budget where the two amounts that a share refers to are known.
+        """Bytes of the budget, given the two amounts that a share refers to.
 
         Args:
             fixed_bytes: Bytes that no plan can change.
@@ -169,17 +169,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentMemory:
-    """Bytes that are allocated before, during and after a step and that no plan can change, by what they are for.
+    """Bytes by purpose that are allocated before, during and after a step, and that no plan can change.
 
     Attributes:
         parameters_bytes: Parameters of the model.
-        inputs_bytes: Buffers of the model, the batch and all else that the graph reads.
+        inputs_bytes: Buffers of the model, the batch and all other inputs of the graph.
         gradients_bytes: Gradients that exist when a step begins.
-        optimizer_bytes: State of the optimizer, that of its first step included.
+        optimizer_bytes: State of the optimizer, including the state that its first step creates.
         wrappers_bytes: Buckets and gathered parameters of DistributedDataParallel and FSDP.
         in_flight_bytes: Tensors that other graphs hold for their backward passes.
         reserve_bytes: Bytes that the user asked to leave free.
-        other_bytes: Bytes allocated on the device that belong to none of these.
+        other_bytes: Other bytes allocated on the device.
 
     Examples:
         >>> memory = ResidentMemory(parameters_bytes=3 * 2**20, gradients_bytes=2**20)
@@ -198,7 +198,7 @@ class ResidentMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """Sum of all amounts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     def __str__(self) -> str:

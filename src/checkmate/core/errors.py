@@ -1,4 +1,4 @@
-"""Every error that Checkmate raises, each also the builtin it is, and text of files as it is safe in a message."""
+"""Every error that Checkmate raises, each also a builtin exception, and text from files made safe for messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class CheckmateError(Exception):
     """Root of all errors of this package.
 
     Args:
-        message: What was wrong: the argument, its value and the limit, in the user's units.
-        hint: What to do about it; printed after a blank line.
+        message: The fault: the argument, its value and the limit, in the user's units.
+        hint: The remedy; printed after a blank line.
 
     Examples:
         >>> raise GraphError("op 3 reads value 9, which no op makes", hint="list the ops in a topological order")
@@ -59,7 +59,7 @@ class OptionError(CheckmateError, ValueError):
 
 
 class FileFormatError(CheckmateError, ValueError):
-    """A file that is truncated, foreign or of a version this release does not read."""
+    """A file that is truncated, has another format, or has a version that this release does not read."""
 
 
 class InfeasibleBudgetError(CheckmateError, ValueError):
@@ -67,8 +67,8 @@ class InfeasibleBudgetError(CheckmateError, ValueError):
 
     Attributes:
         budget_bytes: The budget that was asked for, resident bytes included.
-        floor_bytes: Proven: no plan of this graph peaks lower. Resident bytes included.
-        smallest_bytes: The smallest peak that a plan was found for, or None.
+        floor_bytes: Proven lower bound on the peak of every plan of this graph, resident bytes included.
+        smallest_bytes: The smallest peak of a plan found, or None.
         binding_op: Name of the op that sets the floor.
     """
 
@@ -90,7 +90,7 @@ class InfeasibleBudgetError(CheckmateError, ValueError):
 
 
 class PlanNotFoundError(CheckmateError, RuntimeError):
-    """A solver stopped before it found a plan, and none is proven impossible.
+    """A solver stopped before it found a plan or proved that none exists.
 
     Attributes:
         budget_bytes: The budget that was asked for, resident bytes included; 0 if it is not known.
@@ -104,7 +104,7 @@ class PlanNotFoundError(CheckmateError, RuntimeError):
 
 
 class SolverError(CheckmateError, RuntimeError):
-    """A solver returned a plan or a bound that is wrong: a bug of the solver."""
+    """A solver returned a wrong plan or bound: a bug of the solver."""
 
 
 class MissingExtraError(CheckmateError, ImportError):
@@ -112,7 +112,7 @@ class MissingExtraError(CheckmateError, ImportError):
 
 
 def printable(text: str) -> str:
-    r"""Text with escapes for all that is not printed: control characters, line ends, marks that reverse the direction of text.
+    r"""Text with escapes for unprintable characters: control characters, line ends, marks that reverse the direction of text.
 
     Examples:
         >>> printable("conv1"), printable("\x1b]0;title\x07"), printable("a\nerror: b")
@@ -124,15 +124,15 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for text of several lines, which stay lines."""
+    """As `printable`, for text of several lines, with line ends kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def shortened(text: str, most: int = 256) -> str:
-    """The two ends of a text that is too long, itself otherwise.
+    """A text, or only its two ends if it is too long.
 
-    Reports, traces and messages have a name as often as a plan computes its op, or an allocator the line that it stands for: one
-    long name in a small file would fill a disk.
+    Reports, traces and messages repeat a name each time that a plan computes its op or its line of code allocates. One long name
+    in a small file would fill a disk.
 
     Examples:
         >>> shortened("conv1"), shortened("0123456789", most=5)

@@ -1,4 +1,4 @@
-"""The figures of a plan that exists already, exactly as it is."""
+"""The figures of an existing plan, exactly as given."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from checkmate.core.validate import validate
 
 
 def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) -> Result:
-    """The cost, overhead and peak of a plan, checked and taken exactly as given: no step is added, dropped or moved.
+    """Check a plan and return its cost, overhead and peak, without adding, dropping or moving a step.
 
     Args:
         graph: The graph that the plan is for.
         plan: The plan.
-        budget: The budget that it has to keep; None asks for none, and the result then has the plan's own peak as its budget.
+        budget: The budget that the plan must keep. With None the plan's own peak is the budget of the result.
 
     Returns:
         The result. Its bound is the cost of computing every op once, which every plan needs.
@@ -45,7 +45,7 @@ def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) ->
         )
     timeline = simulate(graph, plan)
     peak, cost = timeline.peak_bytes, timeline.cost
-    broken = validate(graph, plan, peak, cost=cost)  # the other account has to come to the same peak and cost
+    broken = validate(graph, plan, peak, cost=cost)  # the independent account must reach the same peak and cost
     if broken:
         raise PlanError(
             f"the plan cannot run: {broken[0].message}" + (f" (and {len(broken) - 1} more)" if broken[1:] else ""),

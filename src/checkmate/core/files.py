@@ -1,6 +1,6 @@
 """Graphs, plans, results and curves as JSON files, versioned and written atomically.
 
-Plans with copies to the host, and results and curves with such plans, have version 2. All others are written as version 1, which
+Plans with copies to the host, and results and curves with these plans, have version 2. All others are written as version 1, which
 earlier releases read.
 """
 
@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str]) -> Content:
     """The graph, plan, result or curve in a file.
 
     Raises:
-        FileFormatError: The file is truncated or foreign, or of a version not read here.
+        FileFormatError: The file is truncated, has another format, or has a version that this release does not read.
         OSError: The file cannot be opened.
     """
     data = Path(path).read_bytes()
@@ -87,10 +87,10 @@ def read_as(path: str | os.PathLike[str], kind: type[_C]) -> _C:
 
 
 def write(value: Content, path: str | os.PathLike[str]) -> None:
-    """Write a graph, plan, result or curve; a regular file is there whole or not at all.
+    """Write a graph, plan, result or curve; a regular file is written whole or not at all.
 
     Raises:
-        TypeError: The value is none of the four.
+        TypeError: The value is of another type.
         OSError: The file cannot be written.
     """
     write_bytes(Path(path), encode(value))
@@ -117,7 +117,7 @@ def _has_copies(value: Content) -> bool:
 
 
 def _check_figures(value: Content) -> None:
-    """Refuse figures of results and curves that are no amounts; those of graphs are checked with the graph."""
+    """Refuse invalid amounts in results and curves; `Graph` checks its own amounts."""
     points = value.points if isinstance(value, Curve) else [value] if isinstance(value, Result) else []
     figures = [(name, getattr(point, name)) for point in points for name in ("budget_bytes", "peak_bytes", "cost")]
     if isinstance(value, Curve):
@@ -128,7 +128,7 @@ def _check_figures(value: Content) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write bytes to whatever a path leads to through links: atomically to a regular file, directly to a pipe or a device."""
+    """Follow links and write bytes: atomically to a regular file, directly to a pipe or a device."""
     descriptor = _descriptor(path)
     if descriptor is not None:
         with os.fdopen(os.dup(descriptor), "wb") as stream:
@@ -143,7 +143,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path, size_bytes: int = 0) -> None:
-    """Check that `write_bytes` can write that many bytes, and leave everything as it is."""
+    """Check that `write_bytes` can write that many bytes, without changing anything."""
     descriptor = _descriptor(path)
     if descriptor is not None:
         os.fstat(descriptor)
@@ -158,7 +158,7 @@ def check_writable(path: Path, size_bytes: int = 0) -> None:
 
 
 def write_atomically(target: Path, data: bytes) -> None:
-    """Write bytes to a regular file that appears whole or not at all. One that exists keeps its permissions."""
+    """Write bytes to a regular file that appears whole or not at all. An existing file keeps its permissions."""
     before = target.stat() if target.exists() else None
     if before is not None and not os.access(target, os.W_OK):  # a rename would replace a write-protected file
         raise _error(errno.EACCES, target)
@@ -178,9 +178,9 @@ def write_atomically(target: Path, data: bytes) -> None:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The open file of this process that a path such as ``/dev/stdout`` leads to, or None.
+    """The open file of this process to which a path leads, as ``/dev/stdout`` does, or None.
 
-    Its path is not opened again: that would truncate a file to which the shell redirects, and write at its beginning.
+    Opening the path again would truncate a file to which the shell redirects, and write at its beginning.
     """
     open_files = {os.path.realpath("/proc/self/fd"), "/dev/fd"}
     place = Path(os.path.abspath(path))  # noqa: PTH100 - resolves no links
@@ -213,7 +213,7 @@ def is_special(target: Path) -> bool:
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Allocate bytes on the disk, where the file system can."""
+    """Allocate bytes on the disk, if the file system can."""
     if size_bytes and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
@@ -227,7 +227,7 @@ def _error(number: int, path: Path) -> OSError:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """JSON Schema of a file format, such as ``"checkmate.graph/1"``."""
+    """JSON Schema of a file format: ``"checkmate.graph/1"``, for example."""
     document = schema_of(name, _FORMATS[name])
     return document if name.endswith("/2") else _without_copies(document)
 
@@ -255,5 +255,5 @@ def schema_of(name: str, kind: type) -> dict[str, Any]:
 
 
 def formats() -> tuple[str, ...]:
-    """Formats read and written here."""
+    """Formats that this release reads and writes."""
     return tuple(_FORMATS)

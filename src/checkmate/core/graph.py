@@ -89,7 +89,7 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 SHOWN: Final = 8
-"""Ops of a graph, or steps of a plan, that are printed; of larger ones only what they are, so that they fit a screen."""
+"""Most ops of a graph, or steps of a plan, that are printed. Larger ones are only summarised, to fit a screen."""
 
 
 class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
@@ -160,7 +160,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             size_bytes: Bytes of each node's output. Shape ``[node]``.
             edges: Pairs (u, v): v reads u. Every u < v.
             backward: Whether each node belongs to the backward pass; none does by default.
-            resident_bytes: Parameters and whatever else is always there.
+            resident_bytes: Bytes of parameters and other memory that is always allocated.
             names: Name of each node; its index by default.
             kept: Nodes whose values must be live at the end.
             name: Name of the graph.
@@ -235,9 +235,9 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def storage_from(self) -> tuple[int, ...]:
         """Value whose storage instance a new instance of each value shares: itself unless it is a view. Shape ``[value]``.
 
-        Its op reads that value, or makes it with a storage. It is the base of a view if its op reads the base or makes it, else
-        the first value with the same storage that its op reads: a view of a view may name the owner of the storage as its
-        base. Where the op makes the base as a view too, in whichever order it lists them, it is the one of the base.
+        For a view, this is its base if its op reads the base or allocates it. Otherwise it is the first value with the same
+        storage that its op reads, since a view of a view may name the owner of the storage as its base. If the op also makes
+        the base, as a view, both views share one storage instance; the order of the op's outputs does not matter.
         """
         found = list(range(len(self.values)))
         for o, op in enumerate(self.ops):
@@ -270,9 +270,9 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
     @cached_property
     def view_ops(self) -> frozenset[int]:
-        """Ops that only make views of one storage, from its owner or other such views, tied to no place by a rule.
+        """Ops that only make views of one storage, from its owner or from other free views, and that no rule ties to a place.
 
-        They compute nothing, so a plan may move and repeat them at will.
+        They compute nothing, so a plan may move and repeat them freely.
         """
         tied = {o for pair in self.order for o in pair} | {c for op in self.ops for c in op.clobbered_by}
         free: set[int] = set()
@@ -295,11 +295,11 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that decides whether a plan is valid and what it holds: not of costs, names or resident bytes."""
+        """Hash of everything that determines whether a plan is valid and its bytes: not of costs, names or resident bytes."""
         return self._hash(resident_bytes=0)
 
     def has_digest(self, digest: str) -> bool:
-        """Whether a digest is that of this graph; in files of before, resident bytes are part of it."""
+        """Whether a digest belongs to this graph. In older files the digest includes resident bytes."""
         return digest == self.digest or digest == self._hash(self.resident_bytes)
 
     def _hash(self, resident_bytes: int) -> str:
@@ -313,7 +313,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
     @cached_property
     def structure(self) -> str:
-        """Hash of what `digest` covers, without resident bytes and workspace, which depend on the process."""
+        """Hash like `digest`, without resident bytes and workspace, which depend on the process."""
         ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in self.ops)
         return msgspec.structs.replace(self, ops=ops, resident_bytes=0).digest
 
@@ -347,7 +347,7 @@ def _set_amount(owner: Op | Value | Graph, field: str) -> None:
 
 
 def _check_totals(graph: Graph) -> None:
-    """All bytes together, and all costs, must be countable in 64 bits, as the accounts of memory and the searches count."""
+    """Check that the sums of all bytes and of all costs fit in 64 bits, which the memory accounts and searches use."""
     amounts = [value.size_bytes for value in graph.values]
     for op in graph.ops:
         amounts += (op.workspace_bytes, op.replay_bytes)

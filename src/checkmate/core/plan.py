@@ -1,4 +1,4 @@
-"""Evaluation plans: what to compute, what to free and what to copy to the host and back, in execution order."""
+"""Evaluation plans: computations, frees, and copies to the host and back, in execution order."""
 
 from __future__ import annotations
 
@@ -163,36 +163,36 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return tuple(step.op for step in self.steps if isinstance(step, Compute))
 
     def excess(self, graph: Graph) -> str:
-        """Why the plan is too much work to be replayed, in words; ``""`` if it is not.
+        """The reason in words that replaying the plan takes too long; ``""`` if it does not.
 
         An op with thousands of inputs and outputs, computed thousands of times, fits in a small file and takes hours. In plans of
-        training steps the ops that are computed often have a few of them each.
+        training steps, ops that are computed often have few inputs and outputs.
         """
         sizes = [len(op.inputs) + len(op.outputs) for op in graph.ops]
         work = sum(sizes[o] for o in self.order if 0 <= o < len(sizes))
-        # 100,000 are replayed in a moment, whatever the files; beside those of each op once, a step may have 64 on average.
+        # 100,000 reads and writes are replayed in a moment. Beyond those of each op once, a step may have 64 on average.
         if work <= 100_000 + 64 * (len(self.steps) + sum(sizes)):
             return ""
         return f"the {len(self.steps)} steps of the plan read and write {work} values: more than is replayed"
 
     def is_for(self, graph: Graph) -> bool:
-        """Whether it was made for a graph, or names none."""
+        """Whether the plan was made for a graph, or names no graph."""
         digest = self.graph_digest.partition("+")[0]
         return not digest or graph.has_digest(digest)
 
     def is_for_structure_of(self, graph: Graph) -> bool:
-        """Whether a graph has the structure that it was made for. `checkmate plan` writes `Graph.structure` behind a plus."""
+        """Whether a graph has the structure that the plan was made for. `checkmate plan` puts `Graph.structure` after a plus."""
         return self.graph_digest.partition("+")[2] == graph.structure
 
     @classmethod
     def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:
         """Plan that computes ``order`` and frees every value at its earliest place.
 
-        A value goes right after its last read before its op is computed again; one that no op
-        reads is freed at once. Kept values stay.
+        A value is freed right after its last read before its op is computed again. A value that
+        no op reads is freed at once. Kept values stay.
 
         Raises:
-            PlanError: An op index is out of range, or an op reads what no earlier op of
+            PlanError: An op index is out of range, or an op reads a value that no earlier op of
                 ``order`` has made.
         """
         return _with_frees(graph, [int(o) for o in order], {})
@@ -200,8 +200,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     def stages(self, graph: Graph) -> Stages:
         """The matrices R and S of the plan.
 
-        A stage ends with the first computation of an op, as in the paper, and also where the order
-        inside it would not ascend any more, so that R alone gives the order back.
+        A stage ends with the first computation of an op, as in the paper. It also ends before an op that
+        would break the ascending order inside it. Therefore R alone determines the order.
 
         Raises:
             PlanError: The plan has an index out of range.
@@ -240,7 +240,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         """Plan of the paper's matrices; the inverse of `stages`.
 
         Every value is freed at its earliest place, but not before the last stage into which S
-        carries it.
+        carries the value.
 
         Args:
             graph: The graph.
@@ -248,7 +248,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             S: Ops with an output held when a stage begins. Shape ``[stage, op]``.
 
         Raises:
-            PlanError: The shapes are wrong, or a stage reads what it neither makes nor is handed.
+            PlanError: The shapes are wrong, or a stage reads a value that it neither makes nor holds at its start.
         """
         computed, held = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
         if computed.ndim != 2 or computed.shape != held.shape or computed.shape[1] != len(graph.ops):
@@ -269,7 +269,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
 
 def _carried(graph: Graph, held: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
-    """Position that each instance (op, position of its computation) is carried to by S."""
+    """Position to which S carries each instance (op, position of its computation)."""
     until: dict[tuple[int, int], int] = {}
     newest: dict[int, int] = {}
     for t, start in enumerate(starts):
@@ -279,7 +279,7 @@ def _carried(graph: Graph, held: BoolMatrix, order: list[int], starts: list[int]
         stop = starts[t + 1] if t + 1 < len(starts) else len(order)
         for p in range(start, stop):
             newest[order[p]] = p
-    # An op with several outputs is carried as a whole by S; only what is read again has to be.
+    # S carries all outputs of an op together; only outputs that are read again have to be carried.
     return until if all(len(op.outputs) <= 1 for op in graph.ops) else {}
 
 

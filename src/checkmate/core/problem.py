@@ -23,7 +23,7 @@ class Problem:
         reorder: False makes first computations follow the graph's own order; only `Graph.view_ops` may move.
         host: Memory of the host to which values may be copied and from which they may be fetched, or None. The cost of a plan is
             then the time at which the step ends.
-        budget: The budget as it was written, for messages: problems that differ in nothing else are equal.
+        budget: The budget as the user wrote it, for messages; ignored when problems are compared.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
@@ -50,15 +50,15 @@ class Problem:
 
         Args:
             graph: The graph.
-            budget_bytes: A budget, or what `Budget.parse` reads: ``"8GiB"`` is a total, resident bytes included;
-                ``"70%"`` is what no plan can change plus 70 % of what keeping everything needs above that.
+            budget_bytes: A budget, or text or a number for `Budget.parse`: ``"8GiB"`` is a total, resident bytes included;
+                ``"70%"`` is the bytes that no plan can change plus 70 % of those that keeping everything needs above them.
             recompute: Which ops may be computed again.
             reorder: Whether first computations may leave the graph's own order.
-            host: Memory of the host and the bus to it, where copies are allowed.
+            host: Memory of the host and the bus to it, if copies are allowed.
 
         Raises:
             UnitError: The budget cannot be read.
-            OptionError: ``recompute`` is neither ``"all"`` nor ``"forward"``, or copies are allowed and costs are no nanoseconds.
+            OptionError: ``recompute`` is neither ``"all"`` nor ``"forward"``, or copies are allowed and costs are not in ns.
         """
         if recompute not in ("all", "forward"):
             raise OptionError(f"recompute={recompute!r} is neither 'all' nor 'forward'")
@@ -73,13 +73,13 @@ class Problem:
             object.__setattr__(self, name, value)
 
     def describe_budget(self) -> str:
-        """The budget in words, a share as itself; see `Budget.describe`."""
+        """The budget in words; see `Budget.describe`."""
         return self.budget.describe(self.budget_bytes, self.budget.reference(self.graph)[1])
 
     def replace_budget(self, budget_bytes: int) -> Problem:
-        """The same question with another budget, which messages call by the words of this one."""
+        """The same problem with another budget; messages keep the words of this one."""
         return Problem(self.graph, self.budget.with_total(budget_bytes), self.recompute, self.reorder, self.host)
 
     def without_host(self) -> Problem:
-        """The same question where nothing may be copied to the host."""
+        """The same problem without copies to the host."""
         return Problem(self.graph, self.budget.with_total(self.budget_bytes), self.recompute, self.reorder)

@@ -20,11 +20,11 @@ class Limits:
 
     Attributes:
         time_s: Seconds of wall time, or None for no limit. Compiling kernels, some seconds once on a machine, is not counted.
-        gap: Stop when the plan is proven within this share of the best; half a per cent is finer
-            than costs are known.
+        gap: Stop when the plan is proven within this share of the best. Measured costs are less
+            precise than half a per cent.
         threads: Threads a solver may use.
         seed: Seed of everything random.
-        target_cost: Stop as soon as a plan costs no more than this, or none is proven to.
+        target_cost: Stop as soon as a plan costs no more than this, or the bound proves that no plan does.
 
     Raises:
         OptionError: A limit is out of range.
@@ -55,7 +55,7 @@ class Reason(enum.Enum):
     INFEASIBLE = "infeasible"
     """Proven: no plan keeps the budget."""
     NOT_FOUND = "not found"
-    """No plan, and none is proven impossible."""
+    """No plan, and no proof that none exists."""
 
 
 class Termination(msgspec.Struct, frozen=True):
@@ -128,14 +128,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a solve that found no plan, where the caller asked for a value instead of an exception.
+    """The end of a solve that found no plan, for a caller that asked for a value instead of an exception.
 
     ``plan``, ``cost``, ``overhead``, ``peak_bytes`` and ``gap`` are None: ``result.plan is None`` tells it from a `Result`.
 
     Attributes:
         budget_bytes: The budget that was asked for, resident bytes included.
-        bound: Proven lower bound on the cost of every plan; infinite where the budget is proven too small.
-        termination: How the solve ended: ``INFEASIBLE`` if no plan is proven to exist, else ``NOT_FOUND``.
+        bound: Proven lower bound on the cost of every plan; infinite if the budget is proven too small.
+        termination: How the solve ended: ``INFEASIBLE`` if it is proven that no plan exists, else ``NOT_FOUND``.
         solver: Which solver, with its options.
         elapsed_s: Wall seconds.
         history: Improvements of the bound over time.
@@ -158,10 +158,10 @@ class NoPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MinBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """The smallest budget that a plan was found for, and a proof of how far from the smallest possible one it can be.
+    """The smallest budget for which a plan was found, and a proven lower bound on the smallest possible budget.
 
     Attributes:
-        plan: A plan with that peak. It is cheap only by chance: solve for its peak to get a cheaper one.
+        plan: A plan with that peak, found without regard to cost. Solve with its peak as the budget for a cheaper plan.
         cost: Its cost, in the graph's ``cost_unit``.
         overhead: Cost over the cost of computing each op once.
         peak_bytes: Its peak, resident bytes included: the smallest budget found.

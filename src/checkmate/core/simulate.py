@@ -107,26 +107,26 @@ class Timeline:
 def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeline:
     """Bytes held at every step of a plan, its peak and its cost.
 
-    A `Compute` makes new instances of all outputs of its op; a read takes the newest. A view holds
-    the storage instance that it was made from; storage goes with the last instance that shares it.
-    While an op runs, what was live, its outputs and its workspace are there; an instance that it
-    replaces goes after it.
+    A `Compute` makes new instances of all outputs of its op; a read takes the newest instance. A view
+    holds the storage instance that it was made from. Storage is freed with the last instance that shares
+    it. While an op runs, all earlier live values, its outputs and its workspace are in memory. An
+    instance that the op replaces is freed after the op.
 
-    Copies run beside the compute stream, on one engine in each direction, in the order in which they are issued. The compute
-    stream waits for a copy only where it needs it done: where an op reads a fetched value, where storage is freed, where the copy
-    on the host is discarded, and at the end. So the bytes depend on the order of the steps alone, and not on any time.
+    Copies run in parallel to the compute stream, on one engine in each direction, in the order of issue. The compute stream waits
+    for a copy only before an op that reads the fetched value, a free of the storage, a discard of the copy on the host, and at
+    the end of the step. Therefore the bytes depend on the order of the steps alone, not on times.
 
     Args:
         graph: The graph.
         plan: Steps in execution order.
-        host: Time the copies on this bus in place of the plan's.
+        host: Time the copies on this bus instead of the plan's.
 
     Returns:
         The timeline.
 
     Raises:
-        PlanError: A step reads, frees or copies a value that no earlier step left there, or the plan has copies and costs are
-            no nanoseconds.
+        PlanError: A step reads, frees or copies a value that is not live, or the plan has copies and costs are not
+            nanoseconds.
         WrongGraphError: The plan was made for another graph.
 
     Examples:
@@ -157,16 +157,16 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
 
 
 class _Bus:
-    """Clock of the compute stream, and the copies beside it."""
+    """Clock of the compute stream, and the copies that run in parallel."""
 
     def __init__(self, graph: Graph, host: HostMemory | None) -> None:
         self.graph = graph
         self.host = host
-        self.now = 0  # that the compute stream has come to
+        self.now = 0  # time that the compute stream has reached
         self.held = 0  # bytes of the copies on the host
         self.copies: list[Copy] = []
-        # When each engine has done what it was given; storage instance -> when the last copy from or into it is done, which frees
-        # have to wait for, and the one into it, which reads have to wait for; value -> when copies of its host copy are done.
+        # End of the copies issued to each engine. Storage instance -> end of its last copy, for which frees wait, and of the copy
+        # into it, for which reads wait. Value -> end of the copies to and from its host copy.
         self.engine: dict[str, int] = {"out": 0, "in": 0}
         self.busy: dict[int, int] = {}
         self.arriving: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Amounts of memory and cost as people read and write them, at the edge; everything inside counts integers."""
+"""Amounts of memory and cost as people read and write them; all other modules count integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIXES = ("", "k", "m", "g", "t")
 _BINARY = {prefix + end: 1024**power for power, prefix in enumerate(_PREFIXES) if power for end in ("", "i", "ib")}
 _UNITS = {**_BINARY, **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)}}
 MOST_BYTES = 2**62
-"""Most bytes of an amount: sums of two still fit in 64 bits."""
+"""Largest amount in bytes: the sum of two amounts still fits in 64 bits."""
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
@@ -24,7 +24,7 @@ Amount = int | float | str
 def parse_bytes(amount: Amount) -> int:
     """Bytes of an amount: ``"8GiB"`` is 8 * 2**30, ``"8GB"`` is 8 * 10**9, a number is bytes.
 
-    ``"8G"`` and ``"8Gi"`` are ``"8GiB"``: Slurm, Docker, Kubernetes, Java and the GNU tools count memory so.
+    ``"8G"`` and ``"8Gi"`` are ``"8GiB"``: Slurm, Docker, Kubernetes, Java and the GNU tools read them this way.
 
     Raises:
         UnitError: The text cannot be read, or the amount is negative, not whole, or more than 2**62 bytes.
@@ -84,7 +84,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def format_at_least(size_bytes: int) -> str:
-    """An amount that `parse_bytes` reads back as no less than ``size_bytes``: for hints.
+    """An amount for hints, which `parse_bytes` reads as at least ``size_bytes``.
 
     Examples:
         >>> format_at_least(2**30 + 1), parse_bytes(format_at_least(2**30 + 1)) > 2**30

@@ -1,10 +1,10 @@
 """An independent check of a plan: no code shared with `simulate`, `Plan.from_order` or a solver.
 
-Memory is derived here from lifetimes: for every storage made, the steps from its birth to the death
-of the last value that shares it. `simulate` keeps a running balance instead; the two must agree.
+This check derives memory from lifetimes: for every storage, the steps from its allocation until the
+last value that shares it is freed. `simulate` keeps a running balance instead; the two must agree.
 
-The time of a plan with copies is derived as a longest path: computations and copies are nodes, each with those that it waits for.
-`simulate` moves clocks instead.
+The time of a plan with copies is a longest path over computations and copies; each node waits for its predecessors.
+`simulate` advances clocks instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Violation(NamedTuple):
     Attributes:
         rule: Which rule.
         step: The step that breaks it, or the plan's length for a rule about the end.
-        message: What is wrong, in words.
+        message: The fault in words.
     """
 
     rule: Rule
@@ -48,16 +48,16 @@ def validate(
     host: HostMemory | None = None,
     cost: int | None = None,
 ) -> tuple[Violation, ...]:
-    """Everything that is wrong with a plan; empty for a plan that holds.
+    """Everything that is wrong with a plan; empty for a valid plan.
 
     Args:
         graph: The graph.
         plan: The plan.
-        budget_bytes: The most bytes it may hold at any step, resident bytes included.
+        budget_bytes: The most bytes that the plan may hold at any step, resident bytes included.
         recompute: ``"forward"`` if only forward ops, and `Graph.view_ops`, may be computed again.
         reorder: False if first computations must follow the graph's own order, `Graph.view_ops` apart.
         host: The memory that copies may fill, and the bus that they are timed on; by default the plan's.
-        cost: The cost that the plan is said to have: with copies, the nanoseconds after which the step ends.
+        cost: The claimed cost of the plan: with copies, the nanoseconds after which the step ends.
 
     Returns:
         The violations, in the order of their steps.
@@ -93,7 +93,7 @@ def validate(
 
 
 class _Table:
-    """Which instance every value names, and the lifetime of every storage."""
+    """The instance that every value names, and the lifetime of every storage."""
 
     def __init__(self, graph: Graph, found: list[Violation]) -> None:
         self.graph = graph
@@ -108,8 +108,8 @@ class _Table:
         self.on_host: list[tuple[int, int, int]] = []  # value, first step, step that discards it
         self.moves: dict[int, list[int]] = {}  # storage number -> steps of its copies
         self.fetched: dict[int, int] = {}  # storage number -> step of the copy into it
-        self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for, after a computation if it is one
-        self.reads: dict[int, list[int]] = {}  # step that computes -> steps of the copies into what it reads
+        self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for; a computation waits when it has run
+        self.reads: dict[int, list[int]] = {}  # step that computes -> steps of the copies into its inputs
 
     def take(self, at: int, step: Step) -> None:
         """Follow a step."""
@@ -154,7 +154,7 @@ class _Table:
         if v not in self.current:
             self.found.append(Violation("free", step, f"value {v} is freed and is not live"))
             return
-        # A storage that dies by a free is gone at the free itself: it last counted one step before.
+        # A storage that a free releases last counts one step before the free.
         self._leave(self.current.pop(v), step - 1, step)
 
     def offload(self, step: int, v: int) -> None:
@@ -196,7 +196,7 @@ class _Table:
         self.on_host += [(v, copies[0], end) for v, copies in self.copied.items()]
 
     def _point(self, v: int, storage: int, step: int) -> None:
-        """Let a value name another storage; the one it named counts to the end of this step."""
+        """Let a value name another storage; its former storage counts to the end of this step."""
         self.sharers[storage] += 1
         if v in self.current:
             self._leave(self.current[v], step, step)
@@ -211,7 +211,7 @@ class _Table:
 
 
 def _owners(graph: Graph) -> list[int]:
-    """Value that owns the storage of each value, found from the owners on, level by level of views of views."""
+    """Value that owns the storage of each value: starts from the owners, then views, then views of views."""
     owner = list(range(len(graph.values)))
     views_of: dict[int, list[int]] = {}
     level: list[int] = []
@@ -230,7 +230,7 @@ def _owners(graph: Graph) -> list[int]:
 def _shared(graph: Graph, o: int, owner: list[int]) -> Iterator[tuple[int, int]]:
     """Views that an op makes, a base before its views, each with the value whose storage it shares.
 
-    That is its base, where the op reads or makes it, or else another view of the same storage that the op reads.
+    This value is the view's base if the op reads or makes the base, else another view of the same storage that the op reads.
     """
     op = graph.ops[o]
     waiting: dict[int, list[int]] = {}  # view that the op makes -> views of it that the op makes
@@ -320,7 +320,7 @@ def _check_host(graph: Graph, table: _Table, limit_bytes: int, steps: int) -> li
 
 
 def _check_cost(graph: Graph, plan: Plan, table: _Table, bus: HostMemory | None, cost: int) -> list[Violation]:
-    """Whether the longest path through the computations and the copies is as long as the plan is said to take."""
+    """Check that the longest path through the computations and copies equals the claimed cost."""
     done: dict[int, int] = {}  # step that issues a copy -> time at which the copy is done
     engines: dict[type, list[int]] = {Offload: [], Fetch: []}  # direction -> steps of its copies so far
     made: dict[int, int] = {}  # value -> step that copied it to the host

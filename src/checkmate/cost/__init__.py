@@ -1,4 +1,4 @@
-"""Costs of ops: measured ones from a store that every process of a user shares, others from profiles of devices."""
+"""Costs of ops: measured, from a store that all processes of a user share, or estimated from device profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQLite files in the user's cache folder. A faulty one is named in one warning, and the work goes on without it."""
+"""SQLite files in the user's cache folder. One warning names a faulty file, and the work goes on without it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 _LOCKS: Final = (
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_PROTOCOL,  # the lock of the log of changes, which some network file systems do not give
+    sqlite3.SQLITE_PROTOCOL,  # locking the write-ahead log fails on some network file systems
     sqlite3.SQLITE_IOERR_LOCK,
     sqlite3.SQLITE_IOERR_RDLOCK,
     sqlite3.SQLITE_IOERR_SHMLOCK,
     sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
 )
-"""SQLite's codes of a lock that was not had."""
+"""SQLite's codes of a lock that was not obtained."""
 
 _CURES: Final = {
     **dict.fromkeys(_LOCKS, "end the process that keeps it locked"),
@@ -35,21 +35,21 @@ _CURES: Final = {
     sqlite3.SQLITE_READONLY: "make it writable",
     sqlite3.SQLITE_CANTOPEN: "make it writable",
 }
-"""Cures of faults by SQLite's error code; a file with any other fault is to be removed."""
+"""Cures of faults by SQLite's error code; for any other fault the user removes the file."""
 
 _FAULTS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
-"""Errors of a file that is damaged, whatever it has in place of numbers and JSON."""
+"""Errors of a damaged file, whose numbers or JSON can be anything."""
 
 _warned: set[str] = set()
-"""Places that this process has warned of."""
+"""Places about which this process has warned."""
 _locked: set[Path] = set()
-"""Files on which this process has waited in vain, and does not wait again."""
+"""Files for which this process has waited in vain; it does not wait again."""
 
 
 class Fault(NamedTuple):
-    """A reason that keeps a process from using a file."""
+    """A reason that a process cannot use a file."""
 
-    place: str  # the file or the folder with the fault; empty where no folder is known
+    place: str  # the file or folder with the fault; empty if no folder is known
     reason: str  # in words
     cure: str  # an imperative
     used: str = "used"  # cannot be "used", or cannot be "written"
@@ -58,10 +58,10 @@ class Fault(NamedTuple):
 class Database:
     """A SQLite file that all processes of a user share, with concurrent readers and one writer at a time.
 
-    Whatever is wrong with it (no home folder, a folder or file that cannot be written, a full disk, a lock that is not released,
-    a damaged file or one of another program) is told once, with its path and what to do, and is never an exception. A file that
-    can only be read is read. The file and its folder are made when they are first needed; ``schema`` makes its tables if they do
-    not exist. ``without`` says in words, for the warning, what happens in a process that cannot use the file.
+    Any fault of the file (no home folder, a folder or file that cannot be written, a full disk, a lock that is not released, a
+    damaged file or one of another program) raises no exception: one warning gives its path and the cure. A read-only file is
+    read. The file and its folder are created when they are first needed; ``schema`` creates its tables if they do not exist.
+    ``without`` describes, for the warning, the consequence in a process that cannot use the file.
     """
 
     wait_s = 10.0  # for another process's write, which takes milliseconds, unless a network file system is slow
@@ -90,13 +90,13 @@ class Database:
             return otherwise
 
     def disbelieve(self, what: str) -> None:
-        """Warn, once, that the file has a number that cannot be right and is not used."""
+        """Warn once that the file has an impossible number, which is not used."""
         path = str(self._locate())
         text = f"{path} has {what}, which cannot be right and is not used: {self._without}; remove the file"
         self._warn(path, f"{text}, or set CHECKMATE_CACHE to another folder")
 
     def fault(self) -> Fault | None:
-        """The fault of the file, of which every page is read; None if it can be read and written."""
+        """Read every page of the file and return its fault; None if the file can be read and written."""
         try:
             path = self._locate()
         except OptionError as error:
@@ -110,7 +110,7 @@ class Database:
                     intended.executescript(self._schema)
                     if not _columns(intended) <= _columns(connection):
                         raise sqlite3.DatabaseError("its tables have other columns")
-                connection.execute("BEGIN IMMEDIATE")  # a file that can only be read is refused here
+                connection.execute("BEGIN IMMEDIATE")  # a read-only file is refused here
                 connection.rollback()
         except _FAULTS as error:
             return _fault(path, error)
@@ -123,7 +123,7 @@ class Database:
         except (sqlite3.OperationalError, OSError):
             if not path.is_file() or (os.access(path.parent, os.W_OK) and os.access(path, os.W_OK)):
                 raise
-            # Without `immutable`, SQLite makes a file for the log of changes beside the database.
+            # Without `immutable`, SQLite creates a write-ahead log next to the database.
             return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
 
     def _opened(self, path: Path) -> sqlite3.Connection:
@@ -157,7 +157,7 @@ def _fault(path: Path, error: Exception) -> Fault:
 
 
 def _code(error: Exception) -> int:
-    """SQLite's error code: the low byte is the kind of error, the others are details, which matter where a lock is one."""
+    """SQLite's error code: its low byte, the kind of error. The other bytes are details, which matter if one is a lock."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code if code in _LOCKS else code & 0xFF
 
@@ -172,7 +172,7 @@ def cache_folder() -> Path:
     """The user's cache folder of Checkmate: ``CHECKMATE_CACHE`` if set, else a folder in the platform's cache directory.
 
     Raises:
-        OptionError: The environment names none, and the user has no home folder.
+        OptionError: The environment names no folder, and the user has no home folder.
     """
     if chosen := os.environ.get("CHECKMATE_CACHE"):
         return Path(chosen)

@@ -82,10 +82,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def host_memory(self, amount: int | float | str) -> HostMemory:
         """The host for `Problem`: an amount of its memory, and the device's bus.
 
-        Rates that no measurement gives are taken as 80 % of the specified one: an H100 is measured at 53 of 64 GB/s.
+        Rates without a measurement are taken as 80 % of the specified rate: an H100 is measured at 53 of 64 GB/s.
 
         Args:
-            amount: The most bytes of copies, such as ``"32GiB"``.
+            amount: The most bytes of copies: ``"32GiB"``, for example.
 
         Raises:
             OptionError: The profile has no bus.
@@ -118,8 +118,8 @@ def load_device(name: str | os.PathLike[str] | Device) -> Device:
     """A device profile by the device's name, or from a file.
 
     Args:
-        name: Such as ``"H100"`` or ``"RTX 4090"``, however it is spaced or capitalised; or the path of a profile,
-            a file that ends in ``.json``.
+        name: A name like ``"H100"`` or ``"RTX 4090"``, with any spacing and capitals; or the path of a profile, a file
+            that ends in ``.json``.
 
     Raises:
         OptionError: No device of that name is known, or the file cannot be opened.
@@ -154,7 +154,7 @@ def roofline_ns(device: Device, *, flop: int, dtype: str, moved_bytes: int) -> i
     """Least nanoseconds of an op: its launch, then its arithmetic or its memory traffic, whichever takes longer.
 
     The roofline model of Williams, Waterman and Patterson (2009), plus the launch. No kernel is faster; many are slower
-    by a factor of two. Plans depend on which of two ops is the more expensive, and that the model tells well.
+    by a factor of two. Plans depend on which of two ops is more expensive, and the model predicts that well.
 
     Examples:
         >>> roofline_ns(load_device("H100"), flop=2 * 4096**3, dtype="bfloat16", moved_bytes=3 * 2 * 4096**2)

@@ -1,4 +1,4 @@
-"""Measured op costs in a SQLite file of the user's cache folder, shared by all processes, and the processor that they are of."""
+"""Measured op costs in a SQLite file of the user's cache folder, shared by all processes, and the processor's name."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class OpCost(NamedTuple):
     """Measured cost of one computation of an op."""
 
     cost_ns: int
-    workspace_bytes: int  # that live only while it runs
+    workspace_bytes: int  # bytes that live only while it runs
 
 
 class CostStore:
-    """Measures by key; the first one written stays, so that all processes plan with the same costs.
+    """Measurements by key. The first one written stays: all processes plan with the same costs.
 
-    A file that cannot be used is told in a warning; nothing is then found in it or kept. So is one with a number that cannot be
-    right, such as a negative or an infinite cost; that op is measured again. The file is ``op_costs.sqlite`` in the user's cache
-    folder by default.
+    A warning tells of a file that cannot be used; nothing is then read from it or kept. A warning also tells of an impossible
+    number, for example a negative or infinite cost; that op is measured again. By default the file is ``op_costs.sqlite`` in the
+    user's cache folder.
 
     Examples:
         >>> import tempfile
@@ -50,7 +50,7 @@ class CostStore:
         self.database = Database(locate, _SCHEMA, "costs of ops are measured again in every process")
 
     def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
-        """Measures of those keys that are in the store."""
+        """Measurements of those keys that are in the store."""
         query = "SELECT key, cost_ns, workspace_bytes FROM measures WHERE key IN (SELECT value FROM json_each(?))"
         wanted = json.dumps(list(dict.fromkeys(keys)))
 
@@ -68,7 +68,7 @@ class CostStore:
         return found
 
     def add(self, measures: Mapping[str, OpCost]) -> None:
-        """Store measures whose keys are new; others stay as they are."""
+        """Store measurements with new keys; existing ones stay as they are."""
         rows = [(key, *measure) for key, measure in measures.items()]
         self.database.run(
             lambda connection: connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", rows), None
@@ -76,7 +76,7 @@ class CostStore:
 
 
 def quantise(cost: float) -> int:
-    """A cost rounded to three significant digits, one or more: more would be noise, and change plans from run to run.
+    """A cost rounded to three significant digits, at least 1: more digits are noise and would change plans from run to run.
 
     Examples:
         >>> quantise(123456.7), quantise(9.4), quantise(0.2)
@@ -87,7 +87,7 @@ def quantise(cost: float) -> int:
 
 @cache
 def processor() -> str:
-    """Name of the processor: kernels are chosen by what it can do and by the size of its caches."""
+    """Name of the processor: kernels are chosen by its instructions and cache sizes."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -96,7 +96,7 @@ def processor() -> str:
 
 
 def library_variables(*prefixes: str) -> dict[str, str]:
-    """Environment variables by which libraries of kernels choose what runs, and those that begin with a prefix of a framework.
+    """Environment variables by which kernel libraries choose kernels, and variables that begin with a framework's prefix.
 
     Examples:
         >>> os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ONEDNN_VERBOSE"] = "AVX2", "1"
@@ -106,6 +106,6 @@ def library_variables(*prefixes: str) -> dict[str, str]:
         >>> del os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ONEDNN_VERBOSE"]
     """
     libraries = ("ONEDNN_", "DNNL_", "MKL_", "CUDNN_", "CUBLAS", "TORCH_CUDNN_", "NVIDIA_TF32_", "ATEN_", *prefixes)
-    # Variables named VERBOSE or LOG change only what a library prints.
+    # Variables named VERBOSE or LOG change only a library's messages.
     known = (name for name in os.environ if name.startswith(libraries) and "VERBOSE" not in name and "LOG" not in name)
     return {name: os.environ[name] for name in sorted(known)}

@@ -1,4 +1,4 @@
-"""`fit_within`: the steps that `model.fit` runs are planned, and everything else of `fit` is Keras's own."""
+"""`fit_within`: plans the steps that `model.fit` runs; everything else in `fit` is Keras's own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlannedFit:
 
     def undo(self) -> None:
         """Let `fit` run Keras's own steps again. Weights, optimizer and metrics stay as they are."""
-        if vars(self.model).get("make_train_function") == self._make_train_function:  # no later budget has taken its place
+        if vars(self.model).get("make_train_function") == self._make_train_function:  # no later budget has replaced it
             del self.model.make_train_function
             self.model.train_function = None
 
@@ -65,7 +65,7 @@ class PlannedFit:
         self.undo()
 
     def _make_train_function(self, force: bool = False) -> Any:
-        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned."""
+        """Keras calls this before it trains. `model.compile` resets ``train_function``; new steps are then planned."""
         from checkmate.keras.tensorflow_steps import PlannedTrainFunction  # imports the framework
 
         _check(self.model)
@@ -78,7 +78,7 @@ class PlannedFit:
 def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[CommonOptions]) -> PlannedFit:
     """Let `model.fit` keep a memory budget: call it after `model.compile`, and train as before.
 
-    Each shape of a batch is planned when it first comes, which takes up to the time limit; a smaller last batch is therefore
+    Each shape of a batch is planned when it first occurs, which takes up to the time limit. Therefore a smaller last batch is
     planned at the end of the first epoch. Validation and prediction are not planned. Another call for the same model replaces the
     budget. After another `model.compile` the budget holds for the new optimizer, losses and metrics.
 
@@ -92,7 +92,7 @@ def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[Co
         plan: A plan, or its file, to run for the first shape of a batch instead of solving.
 
     Returns:
-        What was planned, and the way back: ``fit_within(...).undo()``.
+        The results of planning, and the way to undo it: ``fit_within(...).undo()``.
 
     Raises:
         OptionError: Keras runs on another backend, the model is not compiled or runs eagerly, or an argument cannot be used.
@@ -117,8 +117,8 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
 
     Args:
         model: A compiled model, as in `fit_within`.
-        batch: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``, such as an element of the data
-            set.
+        batch: The argument of `train_step`, ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``: an element of the data
+            set, for example.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing.
 
     Raises:

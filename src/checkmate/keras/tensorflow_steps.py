@@ -31,9 +31,9 @@ class PlannedTrainFunction:
         self.steps = PlannedSteps(lambda specs: _trace(model, specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
-        """Run as many steps as `fit` runs between two calls of the callbacks (``steps_per_execution``), or as batches are left.
+        """Run the steps between two calls of the callbacks (``steps_per_execution``), or fewer if the batches end.
 
-        The logs are those of the last step.
+        Returns the logs of the last step.
         """
         logs: Any = None
         for number in range(self._model.steps_per_execution):
@@ -59,7 +59,7 @@ class PlannedTrainFunction:
 def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
     """The nest of specifications of a batch as Keras passes it to `train_step`, and its tensors.
 
-    Labels or weights that are not there are None or an empty optional.
+    Missing labels or weights are None or an empty optional.
     """
     data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
     for leaf in tf.nest.flatten(data):
@@ -81,7 +81,7 @@ def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
 
 
 def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
-    """Trace the model's `train_step`. As in `fit`, what is not built yet is built by its first trace."""
+    """Trace the model's `train_step`. As in `fit`, the first trace builds unbuilt layers."""
     marks = PhaseMarks()
 
     def step(data: Any) -> Any:
@@ -98,14 +98,14 @@ def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizer of `compile`, and those that a model with its own `train_step` holds."""
+    """The optimizer of `compile`, and the optimizers that a model with its own `train_step` holds."""
     held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
 
 
 @contextlib.contextmanager
 def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator[None]:
-    """While the block runs, mark the phase of what a method of an object traces.
+    """While the block runs, mark the phase of the ops that a method of an object traces.
 
     After the loss and after an update the phase is ``"loss"``: metrics need the prediction and no gradient, as the loss does.
     """
@@ -117,7 +117,7 @@ def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator
         marks.begin("loss")
         return result
 
-    attributes = vars(owner)  # not `setattr`, by which Keras tracks what is assigned
+    attributes = vars(owner)  # not `setattr`, by which Keras tracks assigned objects
     before = attributes.get(name)
     attributes[name] = call
     try:

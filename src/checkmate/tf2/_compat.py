@@ -60,7 +60,7 @@ def grappler_off() -> Iterator[None]:
 def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
     """Profile a call: the ops that ran and every allocation with its size, sorted by start time.
 
-    The result of the call is held until profiling ends, so that freeing it is no event.
+    The result of the call is held until profiling ends; freeing it is then no event.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -116,7 +116,7 @@ def _types_as_numbers(value: Any) -> Any:
 
 
 def memory_limit_bytes(device: str) -> int | None:
-    """Most bytes that TensorFlow allocates on a GPU such as ``"GPU:0"``, or None if it does not report a limit."""
+    """Most bytes that TensorFlow allocates on a GPU (``"GPU:0"``), or None if it does not report a limit."""
     wanted = tf.DeviceSpec.from_string(device)
     for found in device_lib.list_local_devices():
         spec = tf.DeviceSpec.from_string(found.name)

@@ -62,7 +62,7 @@ def _copied_outputs(capture: Capture) -> set[int]:
     the copies of the step before the last were.
 
     Both copies of an output exist at the end of the step. Outputs are copied, smallest first, as long as this takes no more than
-    the op with the largest inputs and outputs, and so no more than the peak of any plan.
+    the op with the largest inputs and outputs, and therefore no more than the peak of any plan.
     """
     graph, outputs = capture.graph, capture.trace.function.graph.outputs
     size = [value.size_bytes for value in graph.values]

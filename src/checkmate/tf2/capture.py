@@ -146,7 +146,7 @@ class _Builder:
         return op.type in READERS or op.name in self.reading_calls
 
     def _snapshot_reads(self) -> set[str]:
-        """Reads with a use that was traced after the variable's next change, so that they must hold the old value."""
+        """Reads with a use that was traced after the variable's next change. They must hold the old value."""
         users: dict[str, int] = {}  # op -> index of the last op that uses its outputs, directly or through views
         for i in range(len(self.ops) - 1, -1, -1):
             op = self.ops[i]
@@ -205,7 +205,7 @@ class _Builder:
     def _reused_input(self, op: tf.Operation, uses: Counter[Any]) -> tf.Tensor | None:
         """The input whose buffer an op of the optimizer always reuses for its first output.
 
-        It does if it is the only reader of that input: ops of the optimizer are computed once, so that the input is freed there.
+        This holds if the op is the input's only reader: ops of the optimizer are computed once, and the input is freed there.
         """
         for i in FORWARDS.get(op.type, ()) if self._in_optimizer(op) else ():
             source = self._base(op.inputs[i]) if i < len(op.inputs) else None
@@ -278,7 +278,7 @@ def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]
     Keras computes metrics, whose phase is ``"loss"``, after the update. This would keep the prediction until then: for a language
     model it is the largest tensor of the step. A gradient is freed after its update instead of at the end of the backward pass.
     An op of the optimizer that depends on no gradient (weight decay, decay of a slot) is listed directly before the first op that
-    reads it. Where every update depends on all gradients, as with clipping by the global norm, no update can move.
+    reads it. If every update depends on all gradients, as with clipping by the global norm, no update can move.
 
     Args:
         needs: For each op, in the order of the trace, the ops that must run before it.

@@ -84,9 +84,9 @@ def classify(ops: Sequence[tf.Operation]) -> dict[str, Kind]:
 
 
 def _calls_that_read(ops: Sequence[tf.Operation]) -> frozenset[str]:
-    """Names of the calls of nested functions whose only effect is to read variables, so that they can be recomputed.
+    """Names of the calls of nested functions that only read variables: these calls can be recomputed.
 
-    Keras calls such functions for convolutions with groups, which it lets XLA compile because TensorFlow's kernel for the CPU
+    Keras calls these functions for convolutions with groups, which it lets XLA compile because TensorFlow's kernel for the CPU
     lacks them (``_conv_xla`` in keras/src/backend/tensorflow/nn.py).
     """
     calls = [op for op in ops if op.type == "StatefulPartitionedCall"]
@@ -124,7 +124,7 @@ def static_shape_values(op: tf.Operation) -> list[np.ndarray] | None:
 def tensor_bytes(tensor: tf.Tensor) -> int:
     """Bytes of a tensor by its static shape.
 
-    A size that depends on data is taken to be that of the largest input of the producing op.
+    A size that depends on data is taken to be the size of the producing op's largest input.
     """
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0

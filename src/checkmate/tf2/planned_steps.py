@@ -1,4 +1,4 @@
-"""A step as one planned function for each signature of a batch: planned when it first comes, then run and monitored."""
+"""A step as one planned function for each signature of a batch: planned when it first occurs, then run and monitored."""
 
 from __future__ import annotations
 

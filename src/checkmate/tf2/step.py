@@ -191,7 +191,7 @@ def capture(
 ) -> Graph:
     """The graph of a training step; `checkmate.write` writes it to a file.
 
-    The step does not run, unless it has loops or nested functions: what these allocate is measured in two steps, with all
+    The step does not run, unless it has loops or nested functions: their allocations are measured in two steps, with all
     variables saved before and restored afterwards.
 
     Args:

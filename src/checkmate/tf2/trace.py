@@ -21,7 +21,7 @@ class Trace:
 
     function: Any  # concrete function of a batch
     phases: tuple[tuple[int, Phase], ...]  # index of the first op of each part of the step, from 0 on, and the part's phase
-    variables: tuple[tf.Variable, ...]  # that the function uses: itself it holds weak references only
+    variables: tuple[tf.Variable, ...]  # variables of the function, which itself holds only weak references
 
     @property
     def ops(self) -> list[tf.Operation]:

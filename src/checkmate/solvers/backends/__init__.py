@@ -1,1 +1,1 @@
-"""Solvers of linear and integer programs, one file an engine."""
+"""Solvers of linear and integer programs, one file for each engine."""

@@ -23,8 +23,8 @@ from checkmate.solvers.backends.program import Floats, Program, Solved, dual_bou
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
     """Solve the relaxation without integers.
 
-    The bound is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and infeasibility
-    is only believed with a certificate that passes `proves_infeasible`.
+    The bound is computed here from the engine's duals (`dual_bound`): it holds whatever the engine did. Infeasibility is
+    believed only with a certificate that passes `proves_infeasible`.
     """
     engine = _engine(program, time_s, 1)
     if engine is None:
@@ -59,8 +59,8 @@ def solve_integer(
 ) -> Solved:
     """Solve the program with integers, up to a gap between bound and cost. The bound rests on the engine's tolerances.
 
-    Solutions that cost the cutoff or more are not wanted, and the bound is not pushed beyond it. A start may be NaN where it is
-    not known; every better solution is passed on at once.
+    Solutions that cost the cutoff or more are ignored, and the bound is not improved beyond it. Unknown entries of a start are
+    NaN. Every better solution is passed on at once.
     """
     engine = _engine(program, time_s, threads)
     if engine is None:
@@ -69,7 +69,7 @@ def solve_integer(
     engine.changeColsIntegrality(len(integral), integral, np.full(len(integral), highspy.HighsVarType.kInteger))
     engine.setOptionValue("mip_rel_gap", 0.0)
     engine.setOptionValue("mip_abs_gap", absolute_gap)
-    # Restarts lose the tree; on event cuts the cutoff and no restarts together took a third off.
+    # Restarts lose the tree. On event cuts, a cutoff without restarts reduced the time by a third.
     engine.setOptionValue("mip_allow_restart", False)
     if math.isfinite(cutoff):
         engine.setOptionValue("objective_bound", cutoff)
@@ -91,17 +91,17 @@ def solve_integer(
 
 
 def _run(engine: Any, time_s: float, on_solution: Callable[[Floats], None] | None = None) -> bool:
-    """Run in another thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it; whether it has ended.
+    """Run in another thread, which Ctrl-C, exceptions of ``on_solution`` and the time limit end; returns whether it has ended.
 
-    Solutions are passed on here, not in the engine's callback, where an exception would be lost. An engine that neither keeps
-    its limit nor hears of it goes on by itself and may not be touched. `highspy.Highs.startSolve` is not used: its locks belong
-    to the class, so that no two engines can run at a time, not even one beside another that is left behind.
+    Solutions are passed on here, since the engine's callback would lose an exception. An engine that neither keeps its limit nor
+    reacts to the stop is left running and may not be touched. `highspy.Highs.startSolve` is not used: its locks belong to the
+    class, and no two engines could run at a time, not even next to an engine left running.
     """
     found: deque[Floats] = deque()
     if on_solution is not None:
         engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
     engine.HandleUserInterrupt = True
-    grace_s = 0.2  # beyond its limit the engine is told to stop, and after as much again it is left behind
+    grace_s = 0.2  # this long after its limit the engine is told to stop; after as long again it is left running
     until = time.monotonic() + time_s + grace_s
     ended = threading.Event()
 
@@ -135,8 +135,8 @@ def _run(engine: Any, time_s: float, on_solution: Callable[[Floats], None] | Non
 
 
 def _engine(program: Program, time_s: float, threads: int) -> Any:
-    """An engine with a program; None if there is so little time that it could not be interrupted within it."""
-    # For each entry of the matrix it may go on for 2 us without a look at the clock: reading, presolve, factors.
+    """An engine with a program; None if the time is too short to interrupt the engine within it."""
+    # The engine may run 2 us for each matrix entry without reading the clock: reading, presolve, factors.
     if 2e-6 * program.matrix.nnz >= time_s:
         return None
     model = highspy.HighsLp()

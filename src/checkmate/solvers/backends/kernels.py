@@ -1,4 +1,4 @@
-"""Compiled functions of the solvers, kept on disk by numba, so that only the first process compiles them."""
+"""Compiled functions of the solvers. numba keeps them on disk, and only the first process compiles them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from checkmate.solvers.preparation import preparing
 _OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 _log = logging.getLogger("checkmate.solvers")
 _told: list[str] = []
-"""The reason that this process has warned of, if any."""
+"""The reason about which this process has warned, if any."""
 
 
 def kernel(function: Callable[..., Any], *, from_python: bool = True) -> Any:
-    """Compile a function when it is first called, or load it from disk. A disk that cannot be used is no reason to fail.
+    """Compile a function when it is first called, or load it from disk. An unusable disk is not an error.
 
-    It runs without the interpreter's lock, so that an `Alarm` can end it, and it may not allocate: arrays are made by the caller.
-    So numba counts no references. It would count them, in atomic operations, for every array of every tuple that a kernel
-    passes on or reads from: seven eighths of the time of a search.
+    The function runs without the interpreter's lock, which lets an `Alarm` end it. It may not allocate: the caller makes arrays.
+    Therefore numba counts no references. It would count them, in atomic operations, for every array of every tuple that a
+    kernel passes on or reads from: seven eighths of the time of a search.
     """
     options = {**_OPTIONS, "no_cpython_wrapper": not from_python}
     try:
@@ -43,12 +43,12 @@ def inner_kernel(function: Callable[..., Any]) -> Any:
 
 
 def fault() -> str | None:
-    """The reason that compiled functions cannot be kept on disk, as far as this process knows; None without one."""
+    """The reason known to this process that compiled functions cannot be kept on disk, or None."""
     return _told[0] if _told else None
 
 
 def _uncounted(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compiles another or loads it, without being counted in any time limit."""
+    """A function that compiles or loads another; its time counts towards no time limit."""
 
     def compiled(signature: Any) -> Any:
         with preparing():
@@ -58,10 +58,10 @@ def _uncounted(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that reads or writes files of compiled functions, with a damaged index written again.
+    """A function that reads or writes files of compiled functions and rewrites a damaged index.
 
-    An index is damaged, too, if it names a type that this version of the package does not have. None, as for no file, is the
-    answer where nothing helps.
+    An index is also damaged if it names a type that this version of the package lacks. The function returns None, as for a
+    missing file, if rewriting does not help.
     """
 
     def accessed(*values: Any) -> Any:
@@ -79,7 +79,7 @@ def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn(reason: str) -> None:
-    """Tell the first reason; others come of the same folder."""
+    """Warn of the first reason; the others come from the same folder."""
     if not _told:
         _told.append(reason)
         _log.warning(

@@ -39,7 +39,7 @@ class Solved:
     bound: float = -np.inf  # proven for the optimum; infinite if there is proven to be none
     solution: Floats | None = None
     finished: bool = False  # no limit was hit
-    row_prices: Floats | None = None  # of a relaxation: what the optimum gains for one unit of each row's limit
+    row_prices: Floats | None = None  # of a relaxation: gain of the optimum for one unit of each row's limit
 
 
 class ProgramBuilder:
@@ -64,7 +64,7 @@ class ProgramBuilder:
         return np.arange(self.columns - count, self.columns, dtype=np.int64)
 
     def add_rows(self, terms: list[tuple[Ints, float]], low: npt.ArrayLike = -np.inf, high: npt.ArrayLike = np.inf) -> None:
-        """One row for each position of the terms: the sum of coefficient times column."""
+        """One row for each position of the terms: the sum of coefficients times columns."""
         count = len(terms[0][0])
         index = np.arange(self.rows, self.rows + count, dtype=np.int64)
         for columns, coefficient in terms:
@@ -102,11 +102,11 @@ class ProgramBuilder:
 
 
 def dual_bound(program: Program, duals: Floats) -> float:
-    """Lower bound on the optimum from any row duals, by the Lagrangian; those of the wrong sign count as 0.
+    """Lower bound on the optimum from any row duals, by the Lagrangian; duals of the wrong sign count as 0.
 
     For columns in [low, high], min of c x subject to rows is at least the value of the Lagrangian at any y of the right sign
-    (weak duality). It needs no optimality, so an engine's tolerances or an early stop cannot make the bound wrong,
-    only loose.
+    (weak duality), optimal or not. Therefore an engine's tolerances or an early stop can only loosen the bound, not make it
+    wrong.
     """
     y = np.where(np.isinf(program.row_high), np.maximum(duals, 0), duals)
     y = np.where(np.isinf(program.row_low), np.minimum(y, 0), y)
@@ -121,7 +121,7 @@ def dual_bound(program: Program, duals: Floats) -> float:
 def proves_infeasible(program: Program, ray: Floats) -> bool:
     """Whether a dual ray is a Farkas certificate: its Lagrangian without costs is clearly positive.
 
-    The ray is scaled to a largest entry of 1, so that the threshold means the same for all; engines differ in its sign.
+    The ray is scaled to a largest entry of 1, which makes the threshold comparable. Engines differ in the sign of the ray.
     """
     costless = replace(program, cost=np.zeros_like(program.cost))
     scale = float(np.abs(ray).max(initial=0.0))

@@ -1,9 +1,9 @@
 """The stage program: the integer program of Jain et al. (2020), generalised to values, views and workspace.
 
-There an op has one output and R, S, FREE and U are matrices of stage and op (equations 1 to 9). Here S is of stage and value;
-FREE and U are replaced: FREE says after which reader a value is freed in a stage and needs products of R that have to be
-linearised, U sums the bytes. A value is held at a place of a stage if it is read later in the stage or carried to the next:
-L below is the least that satisfies this, one column for each reader, and the bytes follow by differences from place to place.
+In the paper an op has one output, and R, S, FREE and U are matrices of stage and op (equations 1 to 9). FREE, the reader after
+which a stage frees a value, needs linearised products of R; U sums the bytes. Here S is of stage and value, and L below replaces
+FREE and U: a value is held at a place of a stage if it is read later in the stage or carried to the next. L is the least that
+satisfies this, with one column for each reader, and the bytes follow by differences from place to place.
 That gives the same plans and a tighter relaxation.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class StageProgram:
     """Columns of the program, and the way from orders to solutions and back.
 
-    R[t, o]: op o is computed in stage t. After the stages of all ops a last one makes kept values again.
+    R[t, o]: op o is computed in stage t. After the stages of all ops, a last stage computes kept values again.
     S[t, v]: value v is held when stage t begins.
-    L[t, i, v]: value v is held while op i runs in stage t. It can change only at the readers of v, and only there it has
-    columns.
+    L[t, i, v]: value v is held while op i runs in stage t. It can change only at the readers of v, and has columns only
+    there.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -36,7 +36,7 @@ class StageProgram:
         self.graph = graph = problem.graph
         self.ops = len(graph.ops)
         self.budget = problem.budget_bytes - graph.resident_bytes
-        # A view that folding left is taken to need its storage's owner too, which can only rule plans out.
+        # A view that folding left also needs its storage's owner here, which can only rule plans out.
         self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for o, inputs in enumerate(self.inputs):
@@ -62,7 +62,7 @@ class StageProgram:
     def _add_columns(self) -> None:
         graph, scale = self.graph, max(1, self.graph.cost)
         for t in range(self.stages):
-            # Frontier-advancing stages (Jain et al. 2020): stage t computes op t for the first time and none after it, which
+            # Frontier-advancing stages (Jain et al. 2020): stage t computes op t for the first time and no op after it. This
             # halves the columns and leaves one way to divide a plan into stages.
             allowed = [o for o in range(t) if self.again[o] and t <= self.last[o]]
             if t < self.ops:
@@ -72,7 +72,7 @@ class StageProgram:
             if t < self.ops:
                 self._fix(self.R[t, t : t + 1])
         for t in range(1, self.stages + 1):
-            # Only values that exist by then, and that something can still read: the others would be 0 in every cheapest plan.
+            # Only values that exist by then and can still be read: the others would be 0 in every cheapest plan.
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
@@ -86,7 +86,7 @@ class StageProgram:
         self.builder.add_rows([(columns, 1.0)], low=1.0, high=1.0)
 
     def _add_dependences(self) -> None:
-        """Rows: an op needs its inputs held or computed in the stage, and so does a value that is held in the next one."""
+        """Rows: inputs of an op are held or computed in the stage, and so are values held in the next stage."""
         producer = np.array(self.graph.producer, dtype=np.int64)
         for t in range(self.stages):
             pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
@@ -99,7 +99,7 @@ class StageProgram:
     def _add_memory(self, t: int) -> None:
         """Rows: bytes at each place of a stage, as a share of the budget, by differences from the place before.
 
-        Written as sums over all values, each row would have as many entries as there are values.
+        As sums over all values, each row would have an entry for each value.
         """
         graph, b = self.graph, max(1, self.budget)
         width = self._width(t)
@@ -109,8 +109,8 @@ class StageProgram:
             if column >= 0 and i < width:
                 terms[i][column] = terms[i].get(column, 0.0) + size / b
 
-        # From the beginning of the stage to the place of its producer a value is there if it was held; there the new instance
-        # takes over, and after each reader it stays only if a later one runs, or the next stage begins with it.
+        # From the beginning of the stage to the place of its producer, a value is live if it was held. There the new instance
+        # replaces it. After each reader it stays only if a later reader runs or the next stage begins with it.
         for v, value in enumerate(graph.values):
             p = graph.producer[v]
             if p >= width or not value.size_bytes:
@@ -129,7 +129,7 @@ class StageProgram:
                 add(r + 1, held[position], -size)
                 add(r + 1, held[position + 1], size)
         self._add_replays(t, add)
-        # One continuous column a place for the bytes held there; its row has only what changes at the place.
+        # One continuous column for the bytes held at each place; its row has only the changes at the place.
         level = self.builder.add_columns(np.zeros(width), integral=False)
         for i in range(width):
             columns = np.array([*terms[i], level[i], *([level[i - 1]] if i else [])], dtype=np.int64)
@@ -143,11 +143,11 @@ class StageProgram:
             )
 
     def _width(self, t: int) -> int:
-        """Ops that a stage has a place for."""
+        """Number of ops for which a stage has a place."""
         return min(t + 1, self.ops)
 
     def _held(self, t: int, v: int, readers: list[int]) -> list[int]:
-        """Columns: held until reader k or later, for each k; and last, held in the next stage. Each covers the next."""
+        """Columns: held until reader k or later, for each k; the last: held in the next stage. Each is no less than the next."""
         tail = int(self.S[t + 1, v])
         columns = [tail]
         for r in reversed(readers):
@@ -155,7 +155,7 @@ class StageProgram:
         return columns[::-1]
 
     def _at_least(self, columns: list[int]) -> int:
-        """A column no less than each of some others: the *or* of them, as bytes push it down; the only one itself, or -1."""
+        """A column no less than each of ``columns``: their *or*, as bytes push it down. A single column itself; -1 for none."""
         used = sorted({c for c in columns if c >= 0})
         if len(used) <= 1:
             return used[0] if used else -1
@@ -197,15 +197,15 @@ class StageProgram:
         return start
 
     def held(self, solution: Floats) -> Floats:
-        """Share of each value that a solution of the relaxation holds when a stage begins. Shape ``[stage + 1, value]``."""
+        """Share of each value that a relaxed solution holds when a stage begins. Shape ``[stage + 1, value]``."""
         return np.where(self.S >= 0, solution[self.S], 0.0)
 
     def rounded(self, held: npt.NDArray[np.bool_]) -> list[int]:
         """Order with the fewest computations for a choice of held values (Jain et al. 2020, algorithm 2, second phase).
 
-        Given S, whether a value is held when a stage begins, R is the least that satisfies the dependences: in each stage the op
-        itself and whatever is newly held at its end, then, from the last op back, their inputs that are not held. Values that may
-        not be made again, and storages with views that are tied to a place, are always held.
+        Given S, whether a value is held when a stage begins, R is the least that keeps the dependences. It has each stage's op
+        and the producers of values newly held at its end, then, from the last op back, producers of inputs that are not held.
+        Values that may not be computed again, and storages of views that are tied to a place, are always held.
         """
         graph = self.graph
         held = held.copy()
@@ -216,7 +216,7 @@ class StageProgram:
             if not self.again[p] or self.last[p] < self.ops or value.base is not None or v in shared:
                 held[p + 1 :, v] = True
             held[self.stages, v] |= value.kept
-        # From the last op of the stage to the first: an input has a smaller index than its reader, so one pass collects all.
+        # From the last op of the stage to the first: an input has a smaller index than its reader; one pass collects all.
         order: list[int] = []
         for t in range(self.stages):
             wanted = {graph.producer[v] for v in np.flatnonzero(held[t + 1] & ~held[t])} | ({t} & set(range(self.ops)))

@@ -1,1 +1,1 @@
-"""Methods of others to compare with: keeping everything, Chen et al. (2016), Griewank and Walther (2000)."""
+"""Published methods for comparison: keeping everything, Chen et al. (2016), Griewank and Walther (2000)."""

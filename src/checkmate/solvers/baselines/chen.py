@@ -12,12 +12,12 @@ from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, 
 class ChenSqrtN(Heuristic):
     """Segments of equally many points, from one segment to as many as there are points.
 
-    Chen et al. (2016), section 4.1, which takes the square root of the number of layers; here the number
-    is swept and the cheapest plan within the budget kept. ``points`` are the generalisations of Jain et
+    Chen et al. (2016), section 4.1, take the square root of the number of layers. Here every number
+    is tried and the cheapest plan within the budget kept. ``points`` are the generalisations of Jain et
     al. (2020), table 1, to graphs that are not chains.
 
     Attributes:
-        points: Where the forward pass may be cut: at its ``"articulation"`` points, or anywhere in its
+        points: The places to cut the forward pass: its ``"articulation"`` points, or any place in its
             order, as if it were a chain (``"linearized"``).
     """
 
@@ -33,7 +33,7 @@ class ChenSqrtN(Heuristic):
 class ChenGreedy(Heuristic):
     """Segments of about equally many bytes: a point is kept once more than b bytes have been made since the last.
 
-    Chen et al. (2016), algorithm 3; b is swept over the values that cut the pass into 1, 2, 3, ... parts,
+    Chen et al. (2016), algorithm 3; b takes all values that cut the pass into 1, 2, 3, ... parts,
     and the cheapest plan within the budget is kept. ``points`` as in `ChenSqrtN`.
 
     Attributes:
@@ -59,10 +59,10 @@ class ChenGreedy(Heuristic):
 
 
 def _drops_between(forward: ForwardPass, ends: Sequence[int]) -> Drops:
-    """Drops that keep only the last op of each segment but the last one.
+    """Drops that keep only the last op of each segment, except the last segment.
 
-    A segment is held again from the first backward stage that reads any of it. The last one is never
-    dropped: its backward comes next.
+    A segment is held again from the first backward stage that reads a value of it. The last segment is
+    never dropped: its backward comes next.
     """
     kept = set(ends)
     segments: list[list[int]] = [[]]

@@ -1,9 +1,9 @@
-"""The forward pass for the checkpointing heuristics: points to cut at, and plans from which values are dropped until when.
+"""The forward pass for the checkpointing heuristics: points to cut at, and plans that drop values until a given stage.
 
 Chen et al. (2016) and Griewank and Walther (2000) are stated for chains of layers, each of which runs forward once and
-backward once. On a graph with skips, several outputs and views their rules still say which forward values to drop and from
-when on to hold them again; the decoder of the eviction search turns that into an order, whatever the graph. So all
-of them share one account of memory, and their plans compare with those of the other solvers byte by byte.
+backward once. On a graph with skips, several outputs and views, their rules still choose the forward values to drop and the
+stages from which to hold them again. The decoder of the eviction search turns these choices into an order on any graph.
+Therefore all heuristics share one memory account, and their plans compare with other solvers' byte by byte.
 """
 
 # The kernels of the eviction search are compiled by numba and have no types.
@@ -28,20 +28,20 @@ from checkmate.solvers.session import Session
 Points = Literal["articulation", "linearized"]
 
 NEVER: Final = 1 << 30
-"""A stage that is never reached; fits the kernels' int32."""
+"""A stage that is never reached. It fits the kernels' int32."""
 
 Drops = Mapping[int, int]
 """Dropped op -> stage from which its outputs are held again."""
 
 
 class ForwardPass:
-    """Forward ops in order, the stage at which the backward pass first reads each, and plans that drop some until then.
+    """Forward ops in order, the stage of each op's first backward read, and plans that drop some values until then.
 
     All checkpointing heuristics reduce to this: a value that is not dropped is held from its op to its last
-    use. One that is dropped is freed after its last forward use and computed again on demand: for one stage alone
-    before a given stage, and to be held from that stage on. Values that may not be computed again are never dropped.
+    use. A dropped value is freed after its last forward use and computed again on demand: before a given stage for one
+    stage only, from then on to be held. Values that may not be computed again are never dropped.
 
-    The problem's views are folded. Ops that are computed when another op needs them take no part in the segments.
+    The problem's views are folded. Ops that are computed on demand are not part of the segments.
     `first_backward_read` is the first stage outside the forward pass that reads an output of an op, or `NEVER`; for outputs
     that are only kept, the last stage.
     """
@@ -73,13 +73,13 @@ class ForwardPass:
         return list(self.ops) if kind == "linearized" else articulation_points(self.graph, self.ops)
 
     def schedule(self, until: Drops) -> tuple[int, int, list[int]] | None:
-        """Cost, peak with resident bytes, and order of a plan with some drops; None if it is longer than the kernels' arrays."""
+        """Cost, peak with resident bytes, and order of a plan with some drops; None if it exceeds the kernels' arrays."""
         from checkmate.solvers.evict.profile import add_interval
 
         search, g = self._search, self._search.flat
         code, stages = search.empty_code(), len(g.targets)
         for o, stop in until.items():
-            # Overwritten inputs: it could be computed again up to a stage only, and these rules do not look at which.
+            # Overwritten inputs: the op could be computed again only up to some stage, which these rules ignore.
             if g.ops[o]["last_stage"] <= stages:
                 continue
             for v in self.graph.ops[o].outputs:
@@ -91,10 +91,10 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class Heuristic:
-    """A checkpointing heuristic with one parameter, every setting of which is tried.
+    """A checkpointing heuristic with one parameter; all settings are tried.
 
-    The papers choose the parameter by a formula, such as the square root of the number of layers, that holds for equal
-    layers. Decoding a plan takes milliseconds, so that here all are tried and the cheapest within the budget is kept.
+    The papers choose the parameter by a formula for equal layers, such as the square root of the number of layers. Since
+    decoding a plan takes milliseconds, all settings are tried here and the cheapest plan within the budget is kept.
     """
 
     points: Points = "articulation"
@@ -123,7 +123,7 @@ def _sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], 
     folded = fold.apply(problem)
     if all(op.phase == "forward" for op in folded.graph.ops):
         return Termination(Reason.NOT_FOUND, detail="the graph has no backward ops, so there is no forward pass to cut")
-    # The lowest peak of any setting is for the message only.
+    # The lowest peak of any setting is only for the message.
     lowest = math.inf
     for late in target_lists(folded):
         forward = ForwardPass(folded, late)
@@ -149,8 +149,8 @@ def _sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], 
 def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
     """Ops whose removal disconnects the undirected graph of some ops, in order (Hopcroft and Tarjan 1973).
 
-    An op is an articulation point if a branch of a depth-first search below it reaches nothing above it, and the root if it has
-    several branches.
+    An op is an articulation point if a branch below it in a depth-first search reaches nothing above it; the root is one if it
+    has several branches.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (1, 2), (2, 3)])

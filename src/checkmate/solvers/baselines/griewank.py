@@ -14,9 +14,9 @@ class Griewank(Heuristic):
     """Binomial checkpointing of a chain of steps with c states held at once; c is swept.
 
     Griewank and Walther (2000), algorithm 799 (revolve): the fewest forward steps for reversing a chain of
-    equal steps. A step is what lies between two points of the forward pass; for graphs that are not
-    chains these are its articulation points, or all ops in order, the generalisations of Jain et al.
-    (2020), table 1. Steps are counted as equal, whatever they cost and hold.
+    equal steps. A step consists of the ops between two points of the forward pass. In graphs that are
+    not chains the points are articulation points, or all ops in order, the generalisations of Jain et
+    al. (2020), table 1. Steps count as equal, whatever their cost and bytes.
 
     Attributes:
         points: ``"articulation"`` or ``"linearized"``.
@@ -33,9 +33,9 @@ class Griewank(Heuristic):
 
 
 def first_state(steps: int, states: int) -> int:
-    """Step of a chain after which to hold the first of some states, in addition to that before it, for the fewest forward steps.
+    """Step of a chain after which to hold the first state besides the chain's input, for the fewest forward steps.
 
-    Several splits are optimal. With c slots and r repetitions this one is at most binomial(c + r - 1, c), the longest chain
+    Several splits are optimal. With c slots and r repetitions this split is at most binomial(c + r - 1, c), the longest chain
     that r - 1 repetitions can reverse, and leaves at least binomial(c + r - 2, c - 1) steps to the rest (Griewank and Walther
     2000). Their c counts the state before the chain; r is the least number with binomial(c + r, c) >= ``steps``.
     """
@@ -46,10 +46,10 @@ def first_state(steps: int, states: int) -> int:
 
 
 def held_states(steps: int, states: int) -> dict[int, int]:
-    """State after step i, of 1..``steps`` - 1, to the step at whose reversal it begins to be held.
+    """Map from i in 1..``steps`` - 1 to the step whose reversal first holds the state after step i.
 
-    Steps are reversed from the last to the first; a state that begins to be held at the last one is held
-    since the forward pass.
+    Steps are reversed from the last to the first; a state first held at the last step's reversal
+    is held since the forward pass.
 
     Examples:
         >>> held_states(4, 1)
@@ -81,8 +81,8 @@ def _steps(forward: ForwardPass, points: list[int]) -> list[list[int]]:
 def _drops(forward: ForwardPass, steps: list[list[int]], held_from: dict[int, int], *, early: bool) -> Drops:
     """Drops for the ops of each step and `held_states`.
 
-    If early, a state that is not among these is held from the reversal of the step after it, which starts from it, and not only
-    from that of the step that made it. Which is cheaper depends on what the step's ops read.
+    If early, another state is held from the reversal of the step after it, which starts from the state, and not only from the
+    reversal of the step that made it. Which is cheaper depends on the inputs of the step's ops.
     """
     count = len(steps)
     begins = [NEVER] * (count + 1)  # stage at which the reversal of step 1..count begins

@@ -11,7 +11,7 @@ from checkmate.core.units import format_bytes
 class Floor(NamedTuple):
     """A proven lower bound on the peak of every plan: resident bytes included, with the op that sets it and the reason in words.
 
-    There is no op where the kept values at the end decide.
+    The op is None if the kept values at the end set the bound.
     """
 
     peak_bytes: int
@@ -22,17 +22,17 @@ class Floor(NamedTuple):
 def floor(graph: Graph, *, copies: bool = False) -> Floor:
     """The largest working set of an op, or the kept values at the end if they are larger.
 
-    In every plan of any order the following are in memory at once:
+    In every plan of any order these are in memory at once:
 
     - while an op runs: its inputs, its outputs and its workspace;
-    - while it runs for the first time, moreover: each value of an ancestor that may run only once, if a descendant reads it
-      or it is kept. Its only instance exists by then and is still needed;
+    - while the op runs for the first time, also each value of an ancestor that may run only once, if a descendant reads the
+      value or it is kept. The only instance exists by then and is still needed;
     - at the end: every kept value.
 
     The bound is often reached: five of the six networks on which it was first tried have a plan that peaks at exactly
-    this many bytes. It is loose where two branches must be held at once.
+    this many bytes. It is loose if two branches must be held at once.
     """
-    # Views of one storage hold its bytes once, so every set below is a set of storage owners.
+    # Views of one storage hold its bytes once. Therefore every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
     pinned = _Pinned(graph, copies=copies)
     worst, most = None, kept
@@ -49,21 +49,21 @@ def floor(graph: Graph, *, copies: bool = False) -> Floor:
 
 
 def _storages(graph: Graph, o: int) -> tuple[set[int], set[int]]:
-    """Storages that an op reads, and those that it makes."""
+    """Storages that an op reads, and storages that it makes."""
     op = graph.ops[o]
     return {graph.root[v] for v in op.inputs}, {v for v in op.outputs if graph.values[v].base is None}
 
 
 class _Pinned:
-    """Values that are made only once, and while which ops they are surely there.
+    """Values that are made only once, and the ops during which they are surely live.
 
-    Sets of them are the bits of integers, and a union is one operation. At most 4096 values, the largest, are counted: two bits
-    for each and each op are 100 MB on 100,000 ops. The rest would only raise the bound.
+    Sets are the bits of integers, so that a union is one operation. Only the 4096 largest values are counted: two bits for each
+    value and op are 100 MB on 100,000 ops. The other values would only raise the bound.
     """
 
     def __init__(self, graph: Graph, *, copies: bool) -> None:
         once = [v for v, x in enumerate(graph.values) if x.size_bytes and not graph.ops[graph.producer[v]].recomputable]
-        if copies:  # they may be on the host
+        if copies:  # the values may be on the host
             once = []
         once = sorted(once, key=lambda v: (-graph.values[v].size_bytes, v))[:4096]
         self._size = [graph.values[v].size_bytes for v in once]
@@ -74,8 +74,8 @@ class _Pinned:
         kept = sum(bit for v, bit in self._bit.items() if graph.values[v].kept)
         for v, bit in self._bit.items():
             made[graph.producer[v]] |= bit
-            # ``graph.readers`` has reads of the owner itself; a reader of a view is not among them, so a storage that only
-            # views need later is left out here. That loosens the bound, and never makes it wrong.
+            # ``graph.readers`` has only reads of the owner itself, not reads of its views. A storage that only views need
+            # later is therefore left out, which loosens the bound and never makes it wrong.
             for reader in graph.readers[v]:
                 read[reader] |= bit
         # Made by a strict ancestor of each op, and read by a strict descendant.
@@ -91,11 +91,11 @@ class _Pinned:
         self._there = [b & a for b, a in zip(before, after, strict=True)]
 
     def at(self, o: int, own: set[int]) -> set[int]:
-        """Values there while an op first runs, beside its own storages."""
+        """Values live while an op first runs, besides its own storages."""
         return {v for v, bit in self._bit.items() if self._there[o] & bit and v not in own}
 
     def bytes_at(self, o: int, own: set[int]) -> int:
-        """Their bytes."""
+        """Bytes of these values."""
         there = self._there[o]
         if there not in self._sums:  # neighbours have the same values
             self._sums = {there: sum(size for i, size in enumerate(self._size) if there >> i & 1)}
@@ -125,7 +125,7 @@ def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting
 
 
 def name_of(graph: Graph, o: int) -> str:
-    """An op by its name, with the place in the source that it comes from, as far as that is known."""
+    """Name of an op, with its place in the source if that is known."""
     op = graph.ops[o]
     return f"`{op.name}` ({op.source})" if op.source else f"`{op.name}`"
 
@@ -133,7 +133,7 @@ def name_of(graph: Graph, o: int) -> str:
 def parents_of(graph: Graph) -> list[set[int]]:
     """Ops whose first computation precedes that of each op.
 
-    They do by data, `order`, and `clobbered_by`: an op that overwrites what another reads comes after it. All three hold in every
+    Data, `order` and `clobbered_by` imply this: an op that overwrites another's input comes after it. All three hold in every
     plan, and leaving one out would only loosen a bound.
     """
     parents: list[set[int]] = [{graph.producer[v] for v in op.inputs} for op in graph.ops]

@@ -1,20 +1,20 @@
-"""A floor on the peak of every plan: what is in memory when one of some ops runs for the last time.
+"""A floor on the peak of every plan: the bytes in memory when the last of some ops runs for the last time.
 
-`floor` looks at one op at a time. It is loose where values are kept, such as the gradients of all parameters: to make the
-last of them, ops have to run that need much beside the others. Take any set M of ops. Every plan computes each of them, so
-one of them, t, is the last to run. From then on no op of M runs again, so that whatever a kept value needs of
-their work is in memory by then, and
+`floor` looks at one op at a time. It is loose if many values are kept, for example the gradients of all parameters: the ops
+that make the last of them need much memory in addition to the others. Take any set M of ops. Every plan computes each of
+them, and one of them, t, runs last. From then on no op of M runs again. Therefore all results of M that kept values still
+need are in memory by then, and
 
     workspace of t + its inputs and outputs + sum of size_k S[k] <= peak,
 
-where S[k] = value k is live while t runs, and r[o] = op o, not of M, runs after t:
+where S[k] = 1 if value k is live while t runs, and r[o] = 1 if op o, not in M, runs after t:
 
     S[k] + r[producer of k] >= 1      for kept values k,
     S[k] + r[producer of k] >= r[o]   for inputs k of o,
 
-with r = 0 on M and on ancestors of M that may run only once, none of which is t, and rows of the outputs of t left out: they
-are there. The least left side is a minimum cut (`min_cut` has the same network with costs), and the least over all t of M is a
-lower bound on the peak of every plan, for every M. Here M are the ops that need at least so many bytes, for every such amount.
+with r = 0 on M and on ancestors of M that may run only once, none of which is t. The outputs of t have no rows: they are live.
+The least left side is a minimum cut (`min_cut` has the same network with costs), and the least over all t in M is a lower bound
+on the peak of every plan, for every M. Here M is the set of ops that need at least a number of bytes, for every such number.
 ``docs/explanation/event_cuts.md`` has the proof. We know of no earlier use.
 """
 
@@ -35,11 +35,11 @@ from checkmate.solvers.bounds.max_flow import Network
 def last_run_floor(
     graph: Graph, known_bytes: int, time_up: Flag | None = None, *, most_ops: int = 30_000, work: int = 4_000_000
 ) -> Floor | None:
-    """The highest floor that is found above one that is known; its op is the last to run in a plan that comes nearest.
+    """The highest floor found above a known one; its op is the last to run in the plan that comes nearest.
 
-    A view that was not folded has no bytes here, which loosens the floor. It ends with the floor so far where the flag is raised,
-    and after so much work, which takes some seconds: arcs and nodes of all flows together, so that the floor does not depend on
-    the machine.
+    A view that was not folded has no bytes here, which loosens the floor. The search ends with the floor so far when the flag is
+    raised, or after a fixed amount of work, some seconds. Work counts arcs and nodes of all flows, so that the floor does not
+    depend on the machine.
     """
     time_up = no_alarm() if time_up is None else time_up
     kept = sum(x.size_bytes for x in graph.values if x.kept)
@@ -47,7 +47,7 @@ def last_run_floor(
         return None
     cuts = _LastRuns(graph)
     best: Floor | None = None
-    # No floor of a set is higher than all kept values beside the least need in it.
+    # No floor of a set is higher than all kept values plus the least need in the set.
     for least in sorted({n for n in cuts.need if n + kept + graph.resident_bytes > known_bytes}, reverse=True):
         known = known_bytes if best is None else best.peak_bytes
         last, again = cuts.last_and_after([o for o, n in enumerate(cuts.need) if n >= least])
@@ -90,9 +90,9 @@ class _LastRuns:
         self.network = Network(Network.FIRST + ops + values, (again, held), needed)
 
     def last_and_after(self, ops: Collection[int]) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Those of some ops that may be the last of them to run, and whether each op may run after it. Shape ``[op]``.
+        """The ops among ``ops`` that may be the last to run, and whether each op may run after the last. Shape ``[op]``.
 
-        An ancestor of one of them that may run only once has run before that one: it is not the last, and does not run again.
+        An ancestor of one of ``ops`` that may run only once has run before: it is not the last and does not run again.
         """
         graph, chosen = self._graph, set(ops)
         before = [False] * len(graph.ops)
@@ -105,12 +105,12 @@ class _LastRuns:
         return [o for o in ops if o not in over], again
 
     def least_beside(self, op: int, again: npt.NDArray[np.bool_], time_up: Flag) -> int:
-        """Least bytes beside those of an op while it runs for the last time, if of the others only some may run after it.
+        """Least bytes besides an op's own while it runs for the last time, if only the ops in ``again`` may run after it.
 
-        Less, if the time is up before the flow is found.
+        A smaller number if the time is up before the flow is found.
         """
         made = again[self._producer]
         capacity = np.concatenate([np.where(made, self._size, 0), np.where(made, 0, self._size)])
-        for v in self._own[op].tolist():  # there in any case
+        for v in self._own[op].tolist():  # live in any case
             capacity[v] = capacity[len(self._size) + v] = 0
         return self.network.flow(capacity, time_up)[0]

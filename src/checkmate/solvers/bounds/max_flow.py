@@ -1,4 +1,4 @@
-"""Maximum flow in whole numbers (Dinic 1970), interrupted at any moment: every flow on the way is a lower bound on the cut."""
+"""Maximum flow in whole numbers (Dinic 1970). It can stop at any moment: every flow so far is a lower bound on the cut."""
 
 # numba compiles loops over flat arrays; it has no types for pyright to check.
 # pyright: basic
@@ -16,7 +16,7 @@ from checkmate.solvers.backends.kernels import kernel
 
 Ints = npt.NDArray[np.int64]
 Pairs = Sequence[tuple[Ints, Ints]]
-"""Arcs in parts, each with the nodes that they leave and those that they lead to."""
+"""Arcs in parts, each with the nodes at their tails and at their heads."""
 
 
 class _Arcs(NamedTuple):
@@ -28,7 +28,7 @@ class _Arcs(NamedTuple):
 
 
 class Network:
-    """Arcs between nodes, from a source to a sink. Flows differ in the capacities of some arcs; the others have no limit.
+    """Arcs between nodes, from a source to a sink. Some arcs have capacities, which each flow sets; the others are unlimited.
 
     `size` counts arcs and nodes: the work of a flow grows with it.
     """
@@ -36,7 +36,7 @@ class Network:
     SOURCE: Final = 0
     SINK: Final = 1
     FIRST: Final = 2  # the first of the other nodes
-    UNLIMITED: Final = 2**61  # no cut of interest has as much
+    UNLIMITED: Final = 2**61  # more than any cut of interest
 
     def __init__(self, nodes: int, limited: Pairs, unlimited: Pairs = ()) -> None:
         none = np.zeros(0, dtype=np.int64)
@@ -57,14 +57,14 @@ class Network:
     def flow(self, capacity: Ints, time_up: Flag) -> tuple[int, npt.NDArray[np.bool_]]:
         """The largest flow, or a smaller one if the time is up before it is found, for the capacity of each limited arc.
 
-        The second is whether each node can still be reached from the source: the source's side of a smallest cut, if the flow is
-        a largest one.
+        Also returns whether each node can still be reached from the source: the source's side of a smallest cut, if the flow is
+        the largest.
         """
         left = np.zeros(len(self._arcs.head), dtype=np.int64)
         left[self._given] = np.append(capacity, np.full(self._unlimited, self.UNLIMITED))
         nodes = len(self._arcs.start) - 1
         level = np.empty(nodes, dtype=np.int32)
-        # Nodes in the order of their distances; the arc that each is at; arcs from the source to where the search is.
+        # Nodes in the order of their distances; the current arc of each; the arcs from the source to the search's node.
         work = tuple(np.empty(nodes + 1, dtype=np.int64) for _ in range(3))
         flow = _dinic(self._arcs, left, self.SOURCE, self.SINK, level, work, time_up)
         return int(flow), level >= 0
@@ -98,8 +98,8 @@ def _dinic(arcs, left, source, sink, level, work, time_up):
         _levels(arcs, left, source, level, queue)
         if level[sink] < 0 or time_up[0] != 0:
             return total
-        # A depth-first search with an explicit stack. Each node remembers the arc that it is at, so that none is tried twice
-        # in a phase; after an augmentation the search goes on from the first arc that is full.
+        # A depth-first search with an explicit stack. Each node remembers its current arc, so that no arc is tried twice
+        # in a phase; after an augmentation the search continues from the first full arc.
         for u in range(nodes):
             place[u] = arcs.start[u]
         depth = 0

@@ -1,17 +1,17 @@
-"""A bound for rows of ops whose values are read back from the last to the first: how often they have to run in all.
+"""A bound for rows of ops whose values are read back from the last to the first: the fewest computations in all.
 
-Let ops f[0], ..., f[n-1] be such that each reads the value v of the one before it, and g[n-1], ..., g[0] such that each reads
-a value of the one before it and g[j] reads v[j]: the layers of a network and their gradients. Follow a computation of g[0]
-back: it reads an instance that a computation of g[1] made, that one an instance of g[2], and so on. Between two of these
-computations the instance is in memory. When g[j] runs, v[j] is live, and so at most c other values v beside what g[j]
-needs; when an f runs between, at most c beside its own two. This is the reversal of n steps with c checkpoints, and it
+In f[0], ..., f[n-1] each op reads the value v of the op before it. In g[n-1], ..., g[0] each op reads a value of the op before
+it, and g[j] also reads v[j]: the layers of a network and their gradients. Follow a computation of g[0] back: it reads an
+instance that a computation of g[1] made, g[1] reads an instance of g[2], and so on. Between two of these computations the
+instance is in memory. When g[j] runs, v[j] is live. Therefore memory holds at most c other values v in addition to the needs of
+g[j]; when an f runs in between, at most c in addition to its own two. This is the reversal of n steps with c checkpoints. It
 takes at least
 
     P(n, c) = 1 + ... + 1 + 2 + ... + 2 + 3 + ...      (n terms, k occurs binomial(c + k, c) times)
 
 computations of the f, the first n included (Griewank 1992; Griewank and Walther 2000, whose `revolve` reaches it).
-Each beyond the first of its op costs at least the least cost among them. No assumption is made about other ops or the order,
-so the bound holds for every plan. It is exact for unit chains; where bytes or costs differ it counts with the least ones.
+Each recomputation costs at least the least cost of an f. Nothing is assumed about other ops or the order, so the bound
+holds for every plan. The bound is exact for unit chains; if bytes or costs differ, it uses the least ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Link = tuple[int, int]
 
 
 def row_bound(problem: Problem) -> float:
-    """Bound the cost of recomputation of every plan by the best row that is found; infinite if no plan exists."""
+    """Bound the recomputation cost of every plan by the best row found; infinite if no plan exists."""
     graph = problem.graph
-    if len(graph.ops) > 10_000:  # where finding a row would take seconds
+    if len(graph.ops) > 10_000:  # finding a row would take seconds
         return 0.0
     read = {v for v in range(len(graph.values)) if len(graph.readers[v]) > 1 and graph.values[v].base is None}
     sizes = sorted({graph.values[v].size_bytes for v in read} - {0})
-    count = min(4, len(sizes))  # least sizes that are tried: a row of fewer, larger values can prove more
+    count = min(4, len(sizes))  # least sizes to try: a row of fewer, larger values can prove more
     tried = sorted({sizes[k * len(sizes) // count] for k in range(count)})
     return max((_bound_of(problem, _longest_row(graph, size)) for size in tried), default=0.0)
 
@@ -52,8 +52,8 @@ def computations(steps: int, checkpoints: int) -> int:
 def _longest_row(graph: Graph, size: int) -> list[Link]:
     """A longest row whose values have a least size, its last layer first.
 
-    Links are the pairs of an op and a value that it reads. One can follow another if its op reads a value of the other's, and
-    the op that makes the other's value reads its own. One pass over the ops in their order finds the longest path.
+    A link is a pair of an op and a value that the op reads. Link (b, w) can follow link (a, v) if b reads a value of a, and the
+    op that makes v reads w. One pass over the ops in their order finds the longest path.
     """
     best: dict[Link, tuple[int, Link | None]] = {}
     longest: Link | None = None
@@ -82,12 +82,12 @@ def _bound_of(problem: Problem, row: list[Link]) -> float:
     graph = problem.graph
     values = {v for _, v in row}
     steps = [graph.producer[v] for _, v in row]
-    # All ops differ: the first reader reads the last step's value, readers only rise from there, and steps only fall.
+    # All ops differ: the first reader reads the last step's value; from there reader indices only rise and step indices fall.
     if len(row) < 2:
         return 0.0
     budget = problem.budget_bytes - graph.resident_bytes
     unit = min(graph.values[v].size_bytes for v in values)
-    # One instance is followed from each reader to the next. Where a reader takes several values, it is that of the largest one.
+    # Follow one instance from each reader to the next: the largest, if a reader takes several values.
     carried = min(
         max(graph.values[w].size_bytes for w in {*graph.ops[g].outputs} & {*graph.ops[h].inputs})
         for (g, _), (h, _) in pairwise(row)
@@ -104,7 +104,7 @@ def _bound_of(problem: Problem, row: list[Link]) -> float:
 
 
 def _needs(graph: Graph, o: int, values: set[int], read: int | None) -> int:
-    """Bytes of an op without those ``values`` of the row that it only might read at this moment; ``read`` it surely reads."""
+    """Bytes of an op, without those ``values`` of the row that it may not read at this moment; it surely reads ``read``."""
     op = graph.ops[o]
     own = {v for v in (*op.inputs, *op.outputs) if v not in values or v == read or v in op.outputs}
     return op.workspace_bytes + sum(graph.values[v].size_bytes for v in own if graph.values[v].base is None)

@@ -1,9 +1,9 @@
 """A reduction for compilers that fuse: each chain of fusible ops becomes one op, and nothing inside it is stored.
 
 A compiler that fuses computes a chain of pointwise ops in one kernel and keeps the values inside it in registers. Planned op by
-op, each op of the chain would cost a trip through memory and hold a value that never exists. A chain is therefore contracted into
-its last op, provided that no op outside reads a value of its inside. The last op is then the only way out of the chain, so that
-the contraction makes no cycle, and a plan of the contracted graph is a plan of the original one. Light ops are the exception:
+op, each op of the chain would cost a trip through memory and hold a value that never exists. Therefore a chain is contracted into
+its last op, provided that no op outside reads a value inside. The last op is then the only way out of the chain: the
+contraction makes no cycle, and a plan of the contracted graph is a plan of the original one. Light ops are the exception:
 each chain that reads one has its own computation of it.
 """
 
@@ -22,7 +22,7 @@ class FusibleKinds:
     """The kinds of ops that a compiler fuses, as in `Op.kind`."""
 
     pointwise: frozenset[str]  # anywhere in a chain
-    reductions: frozenset[str]  # only at the end of a chain: what a reduction computes is stored
+    reductions: frozenset[str]  # only at the end of a chain: the result of a reduction is stored
     light: frozenset[str] = frozenset()  # pointwise, and cheaper to compute again in each kernel than to store and read
 
     def fuse(self, op: Op) -> bool:
@@ -36,7 +36,7 @@ class ContractChains:
 
     contracted: Graph
     parts: tuple[tuple[int, ...], ...]
-    """Ops of the original graph that each op of ``contracted`` stands for, in ascending order; a light op can be in several."""
+    """Ops of the original graph behind each op of ``contracted``, in ascending order; a light op can be in several."""
     stored: tuple[int, ...]
     """Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each chain, and
     pointwise ops in no chain."""
@@ -47,12 +47,12 @@ class ContractChains:
     def of(cls, graph: Graph, kinds: FusibleKinds, rows: Collection[int] = ()) -> ContractChains:
         """Contract every chain of pointwise ops into its last op.
 
-        A chain stays on one side of the boundary between forward and backward, and contains no op that may not run again, that
-        is overwritten, that holds replay state or that has a place in the graph's explicit order. Free views inside it become
-        part of it.
+        A chain stays on one side of the boundary between forward and backward. It contains no op that may not run again, whose
+        inputs are overwritten, that holds replay state, or that has a place in the graph's explicit order. Free views inside
+        it become part of it.
 
         A light op whose result is no smaller than its operands is never stored: it becomes part of each chain that reads it, on
-        both sides of the boundary. Its operands are there in place of its result, and take no more.
+        both sides of the boundary. Its operands are held instead of its result, and take no more bytes.
         """
         members: dict[int, list[int]] = {}
         for o, lasts in enumerate(_chain_ends(graph, kinds, rows)):
@@ -75,11 +75,11 @@ class ContractChains:
 
 
 def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> list[frozenset[int]]:
-    """Last ops of the chains that each op is in; the op itself if it is in none."""
+    """Last ops of the chains that contain each op; the op itself if no chain contains it."""
     paired = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
     ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
     ends = [frozenset({o}) for o in range(len(graph.ops))]
-    for o in reversed(range(len(graph.ops))):  # readers first: an op joins the chains that its readers are in
+    for o in reversed(range(len(graph.ops))):  # readers first: an op joins the chains of its readers
         op = graph.ops[o]
         chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in graph.readers[v]))
         fused = op.kind in kinds.pointwise or o in rows or _is_view(graph, op)
@@ -98,7 +98,7 @@ def _closes(graph: Graph, kinds: FusibleKinds, last: int) -> bool:
 
 
 def _is_light(graph: Graph, kinds: FusibleKinds, op: Op) -> bool:
-    """Whether an op is computed again for each of its readers, from operands that take no more than its result."""
+    """Whether an op is computed again for each reader, from operands that take no more bytes than its result."""
     # Other operands, such as the mean of each row, are not counted up to a sixteenth of the result.
     small = _bytes(graph, set(op.inputs)) <= (1 + 1 / 16) * _bytes(graph, op.outputs)
     return _is_view(graph, op) or (op.kind in kinds.light and small)
@@ -144,8 +144,8 @@ def _contracted(graph: Graph, kinds: FusibleKinds, members: dict[int, list[int]]
 def _cost(graph: Graph, members: list[int]) -> int:
     """Cost of a chain as one kernel: its arithmetic, and one trip through memory for the values that cross its border.
 
-    Costs are measured op by op, without a split into arithmetic and traffic. The member with the least cost per byte is taken to
-    be limited by memory, so that its rate is the cost of moving a byte; whatever the others cost beyond that is arithmetic.
+    Costs are measured op by op, without a split into arithmetic and traffic. The member with the least cost per byte counts as
+    limited by memory: its rate is the cost of moving a byte. The cost of the other members beyond that rate is arithmetic.
     """
     work = [graph.ops[m] for m in members if not _is_view(graph, graph.ops[m])]
     moved = [_bytes(graph, op.inputs) + _bytes(graph, op.outputs) for op in work]

@@ -1,8 +1,8 @@
 """A reduction that removes free views: their readers read the owner of the storage, and `invert` inserts the views again.
 
-A free view (`Graph.view_ops`) computes nothing and allocates nothing, such as a transpose or a slice. Half of the ops
-of a captured transformer are such views. Solvers that decide op by op would decide for each of them without any effect
-on memory; the folded problem is half as large and has plans of the same bytes, since a view can be made right before
+A free view (`Graph.view_ops`), for example a transpose or a slice, computes and allocates nothing. Half of the ops of
+a captured transformer are free views. Solvers that decide op by op would decide about each view without any effect
+on memory. The folded problem is half as large and has plans of the same bytes, since a view can be made right before
 its reader.
 """
 
@@ -23,7 +23,7 @@ class FoldViews:
     """A graph without its free views, and the way back.
 
     A plan of the folded graph holds the same bytes, step by step, as the plan with the views inserted again: a view
-    allocates nothing, and it is made when its storage is live anyway, right before its reader.
+    allocates nothing and is made right before its reader, when its storage is live anyway.
     """
 
     original: Graph
@@ -35,9 +35,9 @@ class FoldViews:
     def of(cls, graph: Graph, *, priced: bool = False) -> FoldViews:
         """Fold the graph's `Graph.view_ops`.
 
-        With ``priced`` the cost of an op includes that of views which are recomputed with it. A bound on the folded problem plus
-        `cost_offset` is then a bound on the original one, provided that first computations may be reordered. Without it views
-        count as free, a weaker bound: on BERT at 40 to 50 % of keep-all the gap is 0.14 %, and 0.04 % with it.
+        With ``priced`` the cost of an op includes the cost of views that are recomputed with it. A bound on the folded problem
+        plus `cost_offset` is then a bound on the original one, provided that first computations may be reordered. Otherwise
+        views count as free, a weaker bound: on BERT at 40 to 50 % of keep-all the gap is 0.14 %, and 0.04 % with ``priced``.
         """
         plain = all(value.base is None for value in graph.values)
         if plain and all(len(set(op.inputs)) == len(op.inputs) for op in graph.ops):  # nothing to fold or to renumber
@@ -46,7 +46,7 @@ class FoldViews:
         new_op = {o: i for i, o in enumerate(kept_ops)}
         kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
         new_value = {v: i for i, v in enumerate(kept_values)}
-        # A kept view keeps the storage that it shares, and that value is the one left to carry the flag.
+        # A kept view keeps its storage, so the storage's owner, which remains, takes over the flag.
         held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
         views = _cost_of_views(graph) if priced else [0] * len(graph.ops)
 
@@ -69,7 +69,7 @@ class FoldViews:
     def cost_offset(self) -> int:
         """Cost of the original less that of the folded graph, every op computed once.
 
-        Negative where a view is priced into several ops: it counts once in the original, and once with each of them.
+        Negative if a view is priced into several ops: it counts once in the original graph, but once with each op here.
         """
         return self.original.cost - self.folded.cost
 
@@ -91,20 +91,20 @@ class FoldViews:
         return [step.op for step in self.invert_steps([Compute(o) for o in order]) if isinstance(step, Compute)]
 
     def invert_steps(self, steps: Iterable[Step]) -> list[Step]:
-        """As `invert`, for a sequence in which copies stand between the computations.
+        """As `invert`, for a sequence with copies between the computations.
 
-        Views of a value that was fetched are computed again, since its storage is another one.
+        Views of a fetched value are computed again, since its storage is a new one.
         """
         graph, solid = self.original, frozenset(self.kept_ops)
         values = [v for v, o in enumerate(graph.producer) if o in solid]
-        # A view instance keeps the storage instance from which it was made alive (`core.simulate`). A view bound to an old
-        # version would be read with old contents and hold old bytes, so it is made again after each new version.
+        # A view instance keeps its storage instance alive (`core.simulate`). A view of an old version would have old contents
+        # and hold old bytes. Therefore it is made again after each new version.
         version = [0] * len(graph.values)
         bound = [-1] * len(graph.values)  # version of the storage that the newest instance of a view shares
         out: list[Step] = []
 
         def ensure(target: int) -> None:
-            """Compute the views that a value is made through, from the storage on; iteratively, as chains can be long."""
+            """Compute the views between a storage and a value, from the storage on; iteratively, as chains can be long."""
             stack = [target]
             while stack:
                 v = stack[-1]
@@ -143,7 +143,7 @@ class FoldViews:
         return out
 
     def _unread_views(self) -> dict[int, list[int]]:
-        """Storage -> the views of it, in the order of the graph, that neither another op nor the end reads them through."""
+        """Storage -> its views, in the order of the graph, through which neither another op nor the end reads."""
         graph, solid = self.original, frozenset(self.kept_ops)
         read = {v for v, value in enumerate(graph.values) if value.kept} | {v for o in solid for v in graph.ops[o].inputs}
         unread: list[int] = []
@@ -168,9 +168,9 @@ def may_run_again(folded: Problem, o: int) -> bool:
 def _holds_owner(graph: Graph, v: int) -> bool:
     """Whether keeping a value means keeping the newest instance of the value that owns its storage.
 
-    It does for a free view, which `invert` makes from the newest instance, and for a view tied to its place by a rule if
-    the owner is computed only once, since that instance is the newest. A tied view of an owner that is computed
-    again shares an older instance, and the newest may go.
+    This holds for a free view, which `invert` makes from the newest instance. It also holds for a view that a rule ties to
+    its place if the owner is computed only once, since that instance is the newest. A tied view of an owner that is
+    computed again shares an older instance, and the newest may be freed.
     """
     return graph.producer[v] in graph.view_ops or not graph.ops[graph.producer[graph.root[v]]].recomputable
 
@@ -178,19 +178,19 @@ def _holds_owner(graph: Graph, v: int) -> bool:
 def _cost_of_views(graph: Graph) -> list[int]:
     """For each op, the cost of the free views through which all of its readers read.
 
-    In some cheapest plan every computation of an op is read before its next one, because one without a reader could be left
-    out. Each such reader needs these views of this instance. So where an op is computed ``n`` times, each of them is
+    In some cheapest plan every computation of an op is read before its next computation, because an unread one could be left
+    out. Each reader needs these views of this instance. Therefore, if an op is computed ``n`` times, each of these views is
     computed at least ``n`` times, and every other view at least once.
 
-    Two cases are excluded, as the argument fails: ops that `order` puts before another op, whose first computation
-    may be needed for its place alone; and, by the caller, problems that fix the order of first computations. The
-    cheapest reader's views would be too much: where two readers have different views, computing the op again makes neither
-    set twice (found by a test over 10,000 random graphs).
+    The argument fails in two cases, which are excluded: ops that `order` puts before another op, whose first computation
+    may be needed for its place alone; and, by the caller, problems that fix the order of first computations. The views of
+    the cheapest reader would be too many: if two readers have different views, recomputing the op makes neither set twice
+    (found by a test over 10,000 random graphs).
     """
-    # What is kept is read at the end of the step.
+    # The end of the step reads kept values.
     end = [v for v, value in enumerate(graph.values) if value.kept]
     readers = [graph.ops[o].inputs for o in range(len(graph.ops)) if o not in graph.view_ops] + [end]
-    common: dict[int, set[int]] = {}  # op -> views that each of its readers so far goes through
+    common: dict[int, set[int]] = {}  # op -> views through which each of its readers so far reads
     for inputs in readers:
         needed: dict[int, set[int]] = {}  # storage -> views through which this reader reads it
         for v in inputs:
@@ -208,7 +208,7 @@ def _cost_of_views(graph: Graph) -> list[int]:
 
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int], view_cost: int) -> Op:
-    """The op with the indices of the folded graph. An op that overwrites is no free view, so ``new_op`` has it."""
+    """The op with the indices of the folded graph. ``new_op`` has every op that overwrites, since it is not a free view."""
     return structs.replace(
         op,
         inputs=tuple(dict.fromkeys(resolve(v) for v in op.inputs)),

@@ -1,1 +1,1 @@
-"""Times and peaks: those of ops, of whole steps, and those that a model of TensorFlow's allocator predicts."""
+"""Times and peaks: measured for ops and whole steps, and predicted by a model of TensorFlow's allocator."""

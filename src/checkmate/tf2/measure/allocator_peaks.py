@@ -1,9 +1,9 @@
 """Predicts the peak of a plan in TensorFlow's allocator: buffer forwarding between ops, and chunks that are not split.
 
-`simulate` counts every output as a new buffer and every byte once. TensorFlow needs fewer bytes where an op writes its
+`simulate` counts every output as a new buffer and every byte once. TensorFlow needs fewer bytes if an op writes its
 output into an input that has no later reader (buffer forwarding, ``OpKernelContext::forward_input`` in
-tensorflow/core/framework/op_kernel.cc). It needs more where the allocator returns a free chunk that is less than twice the
-requested size, which it does not split (xla/tsl/framework/bfc_allocator.cc). Both are determined by the plan, since its
+tensorflow/core/framework/op_kernel.cc). It needs more if the allocator returns a free chunk that is less than twice the
+requested size, which it does not split (xla/tsl/framework/bfc_allocator.cc). The plan determines both, since its
 order is total.
 """
 
@@ -57,7 +57,7 @@ def allocator_peaks(capture: Capture, plan: Plan) -> AllocatorPeaks:
 
 
 class _AllocationReplay:
-    """Allocates and frees what the computations of a plan do, in a simulated allocator."""
+    """Repeats the allocations and frees of a plan's computations in a simulated allocator."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture, self.graph = capture, capture.graph

@@ -115,7 +115,7 @@ class _Search:
         return PlannedFunction.of(self.capture, near_smallest(self.capture.graph, 20.0)).measured(self.batch)
 
     def run(self) -> _TrialRun | None:
-        """The cheapest plan that fits: with headroom where there is one, else within the budget; None if none was found."""
+        """The cheapest plan that fits: with headroom if one exists, else within the budget; None if none was found."""
         trials: Calibration[_TrialRun | None] = Calibration(self.budget_bytes, self.policy)
         failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(len(trials.trials)))
         self._error = failure or self._error
@@ -137,7 +137,7 @@ class _Search:
         self.policy = replace(self.policy, uses_room=False)
 
     def refusal(self) -> InfeasibleBudgetError:
-        """The error to raise where no plan keeps the budget; a budget as its hint says is kept by the smallest plan."""
+        """The error to raise if no plan keeps the budget; the smallest plan keeps the budget in its hint."""
         needed, resident = self.smallest.needed_bytes, self.capture.graph.resident_bytes
         # A fifth more of the step's own bytes, because another process, with other free chunks, measures another peak.
         enough = needed + math.ceil(0.2 * max(0, needed - resident))
@@ -180,7 +180,7 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     """Measured peak of a plan, resident bytes included, with all variables saved before and restored after each measurement.
 
     A plan is measured twice: the second time it runs with the free chunks that restoring the variables leaves, as training does;
-    it was up to a few per cent off the first (docs/decisions/0014). A first measurement above the limit is enough. None if
+    that peak was up to a few per cent off the first (docs/decisions/0014). A first measurement above the limit is enough. None if
     TensorFlow reports no memory statistics.
     """
     device = default_device()

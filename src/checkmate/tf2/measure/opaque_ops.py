@@ -1,6 +1,6 @@
 """Measures the bytes of loops, branches, nested functions and tensor lists, which no shape tells, in one run of the step.
 
-A loop such as that of `LSTM` is one op of the graph. What its body allocates, and the tensor lists that it fills for the backward
+A loop, as in `LSTM`, is one op of the graph. Allocations of its body, and the tensor lists that it fills for the backward
 pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. The run computes
 everything once, in the order of the graph, and each allocation has the name of the op that requested it.
 """
@@ -57,7 +57,7 @@ def with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None = N
         member = capture.members[o]
         lists = [v for v, tensor in zip(ops[o].outputs, member.outputs, strict=True) if tensor.dtype == tf.variant]
         share, rest = divmod(max(0, retained - output_bytes(member)), len(lists) or 1)
-        for i, v in enumerate(lists):  # they are read together, by the backward loop
+        for i, v in enumerate(lists):  # the backward loop reads them together
             values[v] = msgspec.structs.replace(values[v], size_bytes=share + (rest if i == 0 else 0))
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=tuple(ops), values=tuple(values)))
 
@@ -94,8 +94,8 @@ def _measure(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]
 
 
 def _owners(capture: Capture, opaque: Sequence[int], events: Sequence[TraceEvent]) -> list[int | None]:
-    """The op to which each event belongs, by its name, which is that of the op or of a node in the op's function; or None."""
-    # All names of the trace: one inside the scope of a loop need not be in the loop, such as that of its counter.
+    """The op to which each event belongs, or None, by its name: the op's or a name of a node in the op's function."""
+    # All names of the trace: an op in the scope of a loop, like its counter, need not be in the loop.
     named: dict[str, int | None] = {f"{IMPORTED}/{op.name}": None for op in capture.trace.ops}
     named.update({f"{IMPORTED}/{capture.members[o].name}": o for o in opaque})
     found: list[int | None] = []

@@ -1,4 +1,4 @@
-"""Measures the peak of allocated memory while a function runs, such as a step on restored variables and moving batches."""
+"""Measures the peak of allocated memory while a function runs: a step on restored variables and moving batches, for example."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
     """Copies of a batch without end, at changing places of the allocator's memory. A caller may hold the last of them.
 
     `tf.data` allocates on the CPU each sample that it shuffles, and each batch, between the variables and buffers of the step.
-    A chunk of the step is up to twice as large as requested, which depends on the free chunks that these leave: the same plan of
+    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave: the same plan of
     ResNet50 took 285 to 292 MB in 30 steps of `fit`. A data set of up to 64 samples is imitated.
     """
     rng = np.random.default_rng(0)

@@ -1,1 +1,1 @@
-"""Bounds from events, first computations of ops, at which memory is limited."""
+"""Bounds from limits on memory at events: first computations of ops."""

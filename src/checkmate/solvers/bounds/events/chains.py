@@ -1,11 +1,11 @@
-"""Chains of events: which events bind together, and what they prove.
+"""Chains of events: the events that bind together, and the bounds that they prove.
 
-Between two events a plan computes again at least what the minimum cut of that segment says (`min_cut.segment`), and segments
-that follow each other share no computation. So for a chain of events the bounds of its segments add up, and the best chain
-among some candidates is a longest path. It takes half a second on 350 ops, and its events are those of which a linear program
-with all their segments (`event_cuts`) proves most: that one knows in addition that what is live at an event has been live or
-computed before. Where memory is tight everywhere, as in ResNet-50 at f = 0.03, one event proves 0.063, the best chain 0.093,
-and the programs of its events and a few more 0.107 to 0.123.
+The minimum cut of a segment (`min_cut.segment`) bounds the recomputation between two events, and consecutive segments share no
+computation. Therefore the bounds of a chain's segments add up, and the best chain among some candidates is a longest path.
+Finding it takes half a second on 350 ops. A linear program with all segments (`event_cuts`) proves most from the events of this
+chain: the program also knows that a value that is live at an event has been live or computed before. If memory is tight
+everywhere, as in ResNet-50 at f = 0.03, one event proves 0.063, the best chain 0.093, and the programs of its events and a few
+more 0.107 to 0.123.
 """
 
 # scipy.signal ships no types.
@@ -29,7 +29,7 @@ from checkmate.solvers.bounds.events.relaxation import relax
 
 
 class EventChains:
-    """Chains among the candidates of a model: the events that prove most and more than their neighbours."""
+    """Chains among the candidates of a model: events with the best bounds, better than their neighbours'."""
 
     def __init__(self, model: CutModel, time_up: Flag, out_of_time: Callable[[], bool] = lambda: False) -> None:
         self._model = model
@@ -39,23 +39,23 @@ class EventChains:
         others = sorted(set(range(model.end)).difference(chain))
         self._alone: dict[int, float] = {}
         self._prominence: dict[int, float] = {}
-        # Where ops float much, the events that prove most are seldom on one longest chain: 0.009 in place of 0.006 on a layered
-        # graph of 500 ops, 0.164 in place of 0.154 on a captured ResNet-50 at 40 % of its memory. Elsewhere those beside the
-        # chain only take the place of others that prove more together.
+        # If many ops float, the events that prove most are seldom on one longest chain: 0.009 instead of 0.006 on a layered
+        # graph of 500 ops, 0.164 instead of 0.154 on a captured ResNet-50 at 40 % of its memory. Otherwise events off the
+        # chain only displace others that prove more together.
         for ops in (chain[::step], others[::step]):
             alone = np.array([0.0, *(0.0 if out_of_time() else single_event(model, o, time_up) for o in ops), 0.0])
             if alone.max() <= max(self._alone.values(), default=-1.0):
                 break
             peaks, properties = find_peaks(alone, prominence=0.0)
             self._alone |= {ops[k - 1]: float(alone[k]) for k in peaks}
-            # How far each stands out from the dips on both sides of it.
+            # Height of each above the dips on both sides.
             self._prominence |= {ops[k - 1]: float(p) for k, p in zip(peaks, properties["prominences"], strict=True)}
         best = sorted(self._alone, key=lambda o: (-self._alone[o], o))[:48]
         self.candidates = sorted(best)  # in the order of the graph
 
     def longest(self, out_of_time: Callable[[], bool]) -> tuple[float, list[int]]:
-        """The bound of the chain whose segments prove most in all, as a share of computing every op once, and its events."""
-        # From the last event back: what the segments from there on prove.
+        """The best sum of segment bounds of a chain, as a share of computing every op once, and the events of this chain."""
+        # From the last event back: the bound that the segments from there on prove.
         best: dict[int, tuple[float, int | None]] = {}
         for a in reversed(self.candidates):
             if out_of_time():
@@ -79,14 +79,14 @@ class EventChains:
         left_s: Callable[[], float],
         known: Callable[[], float] = lambda: -math.inf,
     ) -> Chain:
-        """Prove by the linear programs of a chain and of more and more events.
+        """Prove bounds by the linear programs of a chain with more and more events.
 
-        The events of the program that proved most come back, by the prices of their memory in its relaxation: as many of the
-        dearest as prove nearly as much.
+        Returns events of the program that proved most, ranked by the prices of their memory in its relaxation: as many of the
+        most expensive as prove nearly as much.
         """
         most, prices = 0.0, dict.fromkeys(events, 0.0)
         chain, tried = list(events), set(events)
-        took_s = 0.0  # a program of more events takes longer than the one before
+        took_s = 0.0  # a program with more events takes longer than the one before
         while chain and 0.7 * left_s() > took_s:
             before, begin = most, time.monotonic()
             cut = build_cuts(self._model, chain, all_segments=True)
@@ -96,7 +96,7 @@ class EventChains:
                 most, prices = solved.bound, dict(zip(chain, cut.memory_prices(solved.row_prices), strict=True))
             prove(solved.bound)
             far, distance = (x if math.isfinite(x) else 0.0 for x in (best_share() - known(), best_share() - before))
-            # So far below what is known more events do not help, nor where they gain so little of the distance to the best plan.
+            # More events do not help so far below the known bound, or if they gain so little of the distance to the best plan.
             weak = most < known() - 0.1 * far or most - before < 0.02 * distance
             if not solved.finished or weak or most >= best_share():
                 break
@@ -108,7 +108,7 @@ class EventChains:
         return self._fewest(prices, most, left_s) if most > 0 else Chain(list(events), self.candidates)
 
     def _fewest(self, prices: dict[int, float], most: float, left_s: Callable[[], float]) -> Chain:
-        """As many of the dearest events as prove nearly as much as all, whose bound is ``most``."""
+        """As many of the most expensive events as prove nearly ``most``, the bound of all events."""
         total = sum(prices.values())
         ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
         few, dear = 1, sum(prices[o] > 0.03 * total for o in ranked)
@@ -122,7 +122,7 @@ class EventChains:
     def _next(self, chain: list[int], tried: set[int]) -> list[int]:
         """The most prominent candidates that were not tried.
 
-        In a training step those before the chain's first mirror later ones and are left out.
+        In a training step, events before the chain's first event mirror later ones and are left out.
         """
         added: list[int] = []
         trained = any(op.phase == "backward" for op in self._model.problem.graph.ops)

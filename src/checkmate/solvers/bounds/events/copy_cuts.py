@@ -1,9 +1,9 @@
-"""Event cuts where values may be copied to the host and back: a lower bound on the time at which any such step ends.
+"""Event cuts for plans with copies to the host and back: a lower bound on the time at which every such step ends.
 
 One event, the first computation of op t, as in `event_cuts`. Write T for the end of the step and split it at the moment at
-which t begins: T = b + a. A value that a plan needs after the event and that is neither live at it nor computed again is fetched
-after it: z[i] = 1. Its storage was released before the event, and a release waits for the copies of the storage, so that the
-copy out was done by then. Hence every plan satisfies, beside the rows of `event_cuts` with z added to each supply row,
+which t begins: T = b + a. If a plan needs a value after the event, and the value is neither live at it nor computed again, it is
+fetched after the event: z[i] = 1. Its storage was released before the event. A release waits for copies of the storage, so
+the copy out was done by then. Hence every plan satisfies the rows of `event_cuts`, with z added to each supply row, and
 
     a >= time of the copies back of all i with z[i] = 1,        b >= time of their copies out,
     a >= cost of t, of its descendants and of y,                b >= cost of the ancestors of t,
@@ -11,12 +11,12 @@ copy out was done by then. Hence every plan satisfies, beside the rows of `event
 
 and more sharply, for a descendant k and an ancestor j of t:
 
-    a >= copies back of the i that ops up to k read first + cost of k and its descendants: they are read by then,
-    b >= cost of j and its ancestors + copies out of the i that j or its descendants compute: they begin after that.
+    a >= copies back of the i that ops up to k read first + cost of k and its descendants: these i are read by then,
+    b >= cost of j and its ancestors + copies out of the i that j or its descendants compute: these copies begin after that.
 
-An i that z stands for has S[i] = y[i] = 0, so that a first computation which reads it has to wait for the copy. The least
-b + a is a bound on the time of every plan, in any order, with any number of recomputations and copies. What is left out
-(which copies run when, the bytes between events) only loosens it.
+If z[i] = 1, then S[i] = y[i] = 0. Therefore a first computation that reads i has to wait for the copy. The least b + a
+is a bound on the time of every plan, in any order, with any number of recomputations and copies. The omitted facts (the
+times of the copies, the bytes between events) only loosen the bound.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from checkmate.solvers.bounds.events.event_cuts import BUDGET_SLACK, CutBuilder,
 def build_with_host(model: CutModel, event: int, host: HostMemory, least_ns: int) -> CutProgram:
     """The program of an event with copies. It minimises T less ``least_ns``, the cost of every op once, as a share of the cost.
 
-    The model is for any order, and costs of views are not priced into those of ops (`FoldViews.of`): times are absolute here.
+    The model is for any order. Costs of ops do not include views (`FoldViews.of`), since times are absolute here.
     """
     return CutBuilder(model, (event,), True, add_copies=lambda cut: _add_times(cut, host, least_ns)).build()
 
 
 def proven_ns(bound: float, model: CutModel, least_ns: int) -> float:
-    """The bound on the end of every step that a bound on the program proves."""
-    # A plan with a larger b or a than the columns allow takes longer than that as a whole.
+    """The lower bound on the end of every step that follows from a bound on the program."""
+    # A plan with a larger b or a than the columns allow takes longer than their limit.
     return min(least_ns + model.total * max(0.0, bound), max(least_ns, _LONGEST * model.total))
 
 
@@ -64,7 +64,7 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
         factors = np.array(list(times.values()))
         builder.add_row(np.concatenate([np.array(list(times)), columns]), np.concatenate([factors, entries]), low=low)
 
-    # b + a is at most the cost of all computations and the waits, which the objective sums.
+    # b + a is at most the sum of all computations and waits, which is the objective.
     at_least({wait: 1.0, before: -1.0, after: -1.0}, columns, costs, -least_ns / m.total)
     above, below = m.sides(t)
     at_least({after: 1.0}, columns, -costs, (m.cost[t] + m.cost[below].sum()) / m.total)

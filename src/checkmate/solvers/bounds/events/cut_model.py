@@ -1,6 +1,6 @@
-"""A problem prepared for event cuts: which ops the DAG puts before and after an event.
+"""A problem prepared for event cuts: the ops that the DAG puts before and after an event.
 
-`event_cuts` builds programs from it and `min_cut` minimum cuts. Terms and proofs: ``docs/explanation/event_cuts.md``.
+`event_cuts` builds programs from it, and `min_cut` builds minimum cuts. Terms and proofs: ``docs/explanation/event_cuts.md``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Mask = npt.NDArray[np.bool_]
 class CutModel:
     """A problem prepared for event cuts; the programs of all its events share it.
 
-    Views must be folded (`FoldViews`); a view that is left has no bytes and no cost here, which relaxes the bound.
+    Views must be folded (`FoldViews`); a remaining view has no bytes and no cost here, which relaxes the bound.
 
-    Without targets it is for any order; else first computations of these ops follow their order, and the bound holds for that
-    narrower class only. END, the op with the index `end`, comes after all others, reads every kept value and costs nothing.
+    Without targets the bound holds for any order. Otherwise it holds only for plans in which first computations of the targets
+    follow their order. END, the op with index `end`, comes after all others, reads every kept value and costs nothing.
     """
 
     def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
@@ -38,7 +38,7 @@ class CutModel:
         self.producer = np.array(graph.producer, dtype=np.int64)
         self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
         self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
-        self.total = max(1.0, float(self.cost.sum()))  # of computing every op once, which bounds are shares of
+        self.total = max(1.0, float(self.cost.sum()))  # cost of computing every op once; bounds are shares of it
         self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
         self.replay = np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.int64)
         self.again = np.array([*(may_run_again(problem, o) for o in range(self.end)), False], dtype=np.bool_)
@@ -57,12 +57,12 @@ class CutModel:
         self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
 
     def sides(self, op: int) -> tuple[Mask, Mask]:
-        """Ops surely computed before the event of an op, and ops surely not (A and D of the proof), without the op itself."""
+        """Ops surely computed before an op's event, and ops surely not (A and D of the proof), without the op itself."""
         if op not in self._sides:
             if self.targets is None or op not in self.position:
                 self._sides[op] = self._reach([op], self.parents), self._reach([op], self.children)
             else:
-                # In a given order every earlier target is sure, and so are the ancestors of each: a superset of the
+                # In a given order every earlier target and its ancestors are surely computed: a superset of the
                 # sides by the DAG alone, hence a sharper bound for a narrower class.
                 t = self.position[op]
                 earlier, later = list(self.targets[:t]), [*self.targets[t + 1 :], self.end]
@@ -74,32 +74,32 @@ class CutModel:
         return self._sides[op]
 
     def again_after(self, reached: Mask) -> Mask:
-        """Ops that may be computed again once some have surely run: none whose inputs one of those overwrites."""
+        """Ops that may be computed again after some have surely run: their inputs are not overwritten by these."""
         again = self.again.copy()
         for o in self.clobbered:
             again[o] &= not reached[list(self.clobbers[o])].any()
         return again
 
     def descendants(self, op: int) -> Mask:
-        """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer, among ops that are no targets."""
+        """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer among ops that are not targets."""
         return self.sides(op)[1] if self.targets is None else self._reach([op], self.children)
 
     def comparable(self, a: int, b: int) -> bool:
-        """Whether one of two ops surely comes before the other, so that both can be events of one chain."""
+        """Whether one of two ops surely comes before the other: then both can be events of one chain."""
         above, below = self.sides(a)
         return a == b or bool(above[b] or below[b])
 
     def any_order(self, cuts: Sequence[int]) -> bool:
         """Whether the bound of these events holds for any order although the model was built for a given one.
 
-        It does if the DAG alone puts every op before or after each event: then no other order has other sides, and the program
-        is the same as that of a model without targets.
+        It does if the DAG alone puts every op before or after each event: then the sides are the same in every order, and the
+        program equals the program of a model without targets.
         """
         known = (self._reach([cut], self.parents) | self._reach([cut], self.children) for cut in cuts)
         return self.targets is None or all(np.delete(mask, cut).all() for cut, mask in zip(cuts, known, strict=True))
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
-        """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
+        """Ops reached from the roots; a root counts only if another reaches it. Shape ``[op + 1]``."""
         seen = np.zeros(self.end + 1, dtype=np.bool_)
         stack = list(roots)
         while stack:

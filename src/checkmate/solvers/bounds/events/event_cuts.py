@@ -2,7 +2,7 @@
 
 An *event* is the first computation of an op. Before the event of op t all strict ancestors of t have
 been computed at least once and no strict descendant has, in every plan of any order; of every other
-op, X[e, o] says whether it has. Take events whose ops form a chain of the DAG. With S[e, k] = value k
+op, X[e, o] = 1 if it has. Take events whose ops form a chain of the DAG. With S[e, k] = value k
 is live at event e, y[e, f, o] = op o is computed again between events e and f, and
 dX[e, f, o] = X[f, o] - X[e, o] = op o is first computed between them, every plan satisfies
 
@@ -13,16 +13,16 @@ dX[e, f, o] = X[f, o] - X[e, o] = op o is first computed between them, every pla
     y[e, f, o]   <= the same for every input k of o,
     dX[e, f, o]  <= the same for every input k of o,
 
-with X = 1 at the end of the step, and states the replay states of random ops that have surely run
-and run again later. The least cost of y, added to the cost of computing each op once, is a bound on
-all of them: a relaxation of every plan, given order or not, with any number of recomputations.
+with X = 1 at the end of the step, and states = the replay states of random ops that have surely run
+and run again later. The least cost of y, plus the cost of computing each op once, bounds every plan,
+with or without a given order, and with any number of recomputations.
 Every row is proven in ``docs/explanation/event_cuts.md``.
 
 How this differs from the literature: the formulation of Jain et al. (2020), section 4, has a stage for every op
 and variables for every pair of ops, fixes the order of first computations and is exact in that class. Moccasin
 (Bartan et al. 2023) has retention intervals on the same stages. Here memory is limited at a few chosen
-moments only, so the program grows with events times ops, and because these moments are defined by ancestors
-instead of by positions the bound holds for any order. We know of no earlier use.
+moments only, so the program grows with events times ops. These moments are defined by ancestors, not by
+positions; therefore the bound holds for any order. We know of no earlier use.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from checkmate.solvers.backends.program import Floats, Ints, Program, ProgramBui
 from checkmate.solvers.bounds.events.cut_model import CutModel, Mask
 
 BUDGET_SLACK: Final = 2e-6
-"""Share by which a budget is widened in a program. An engine may return a point that breaks a row by its feasibility tolerance,
-1e-6 in HiGHS, and may cut off points that only just keep one; a bound taken from it is a bound on the exact problem only if the
-rows are wider than that. Twice the tolerance; rows are scaled to a budget of 1, which makes the share comparable with it."""
+"""Share by which a program widens a budget: twice the engine's feasibility tolerance, 1e-6 in HiGHS. An engine may return a point
+that breaks a row by the tolerance, and may cut off points that barely keep a row. Its bound holds for the exact problem only if
+the rows are wider than the tolerance. Rows are scaled to a budget of 1, so that the share is comparable with it."""
 
 
 class NoColumn(IntEnum):
-    """Entries of a table of column indices that stand for no column. `ProgramBuilder` takes such a term as 0."""
+    """Entries of a table of column indices that stand for no column. `ProgramBuilder` takes their terms as 0."""
 
-    UNMODELLED = -1  # the variable is fixed, or left out of the relaxation; its value follows from the case at hand
+    UNMODELLED = -1  # the variable is fixed or left out of the relaxation; its value depends on the case
     ALWAYS_LIVE = -2  # S is 1 in every plan; its bytes are counted as a constant
 
 
@@ -61,21 +61,21 @@ class CutProgram:
     impossible: bool  # an event alone exceeds the budget, in exact bytes
     fetched: Ints  # column of z (`copy_cuts`), or a `NoColumn`, shape [value]
     memory_rows: tuple[tuple[int, int], ...]  # events and rows that limit their memory, in bytes or whole units (`memory_units`)
-    implied: Mask  # rows that others imply in integers: those of longer segments
+    implied: Mask  # rows of longer segments, which other rows imply in integers
 
     def memory_prices(self, row_prices: Floats) -> Floats:
-        """Gain of the relaxation for each share of the budget that an event has less, from the prices of all rows."""
+        """Gain of the relaxation for each share of the budget taken from an event, from the prices of all rows."""
         prices = np.zeros(len(self.cuts))
         for e, row in self.memory_rows:
             prices[e] -= row_prices[row]
         return prices
 
     def without_slack(self, prices: Floats | None) -> Program:
-        """The program for integers: without the implied rows that its relaxation can do without, those of price 0.
+        """The program for integers: without implied rows of price 0, which its relaxation does not need.
 
-        Its optimum is the same, in integers and relaxed. Most rows go, and the engine's presolve takes out the columns that then
-        appear in no row that matters: eight events of ResNet-50 at f = 0.1 are solved in 8 s, where the whole program is not
-        in 100 s.
+        Its optimum is the same, in integers and relaxed. Most rows go, and the engine's presolve removes the columns
+        that no remaining row needs: eight events of ResNet-50 at f = 0.1 are solved in 8 s; the whole program takes more than
+        100 s.
         """
         if prices is None:
             return self.program
@@ -83,10 +83,10 @@ class CutProgram:
 
 
 def memory_units(sizes: Ints, room: int) -> list[int]:
-    """Sizes in which the room shrinks by more than the values do where both are rounded down to multiples.
+    """Sizes for which rounding down to multiples shrinks the room by more than the values.
 
     Rows in whole units are the cuts of Chvátal (1973) and Gomory (1958): the left side of a row that holds in integers is rounded
-    down, then its limit. Only the most frequent sizes are tried, and a ten thousandth of the room is worth no row.
+    down, then its limit. Only the most frequent sizes are tried; a gain of a ten thousandth of the room is not worth a row.
     """
     if room <= 0:
         return []
@@ -98,7 +98,7 @@ def memory_units(sizes: Ints, room: int) -> list[int]:
 
 
 class _Term(NamedTuple):
-    """A variable in each row of a group: a column, or a constant in place of one."""
+    """A variable in each row of a group: a column, or a constant instead of a column."""
 
     columns: Ints
     constants: Floats
@@ -112,7 +112,7 @@ def build_cuts(model: CutModel, cuts: Sequence[int], *, floating: bool = True, a
 class CutBuilder:
     """Columns and rows of one program, one method for each group of rows of the proof.
 
-    ``add_copies`` adds columns and rows of copies to a host once those of S and y are there.
+    ``add_copies`` adds columns and rows of copies to a host once the columns of S and y exist.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class CutBuilder:
         self.builder = ProgramBuilder()
         self.live = np.full((len(cuts), len(model.size)), NoColumn.UNMODELLED, dtype=np.int64)
         self.fetched = np.full(len(model.size), NoColumn.UNMODELLED, dtype=np.int64)
-        # For each event, and the end, and each op: whether it has surely been computed; whether it is on neither side and has no
-        # variable; and the column of X, where these do not say it all. Whether it is worth modelling as computed again.
+        # For each event, and the end, and each op: whether it has surely been computed; whether it is on neither side without a
+        # variable; otherwise the column of X; and whether it is worth modelling as computed again.
         self.sure: list[Mask] = []
         self.unmodelled: list[Mask] = []
         self.computed: list[Ints] = []
@@ -168,7 +168,7 @@ class CutBuilder:
 
     @contextmanager
     def _implied(self, are: bool = True) -> Generator[None]:
-        """Marks the rows added within as implied by others in integers, if they are."""
+        """Marks the rows added in the block as implied by others in integers, if ``are``."""
         begin = self.builder.rows
         yield
         if are:
@@ -183,11 +183,11 @@ class CutBuilder:
         floating = beside & self.floating
         reached = above.copy()
         reached[t] = True
-        # Once an op that overwrites o's inputs has surely run, o cannot run again. A floating one may not have run yet:
-        # assuming that it had would forbid recomputations that some plan makes, and the bound would be wrong.
+        # Once an op that overwrites o's inputs has surely run, o cannot run again. A floating overwriter may not have run yet:
+        # assuming that it has would forbid recomputations that some plan makes, and the bound would be wrong.
         again = m.again_after(reached)
-        # S is about the moment at which the event begins, when t itself has still to read: t is not among ``above``. y is
-        # about the time after, when t has run. A column that nothing can need would stay at 0; it is left out.
+        # S describes the beginning of the event, before t has read: t is not among ``above``. y describes the time after t
+        # has run. Columns that nothing can need would stay at 0 and are left out.
         useful_values, _ = self._useful(above, again)
         _, useful_ops = self._useful(reached, again)
         # Live in every plan: the inputs of t; and an instance that cannot be made again and has a reader whose first
@@ -210,7 +210,7 @@ class CutBuilder:
         self.recomputable.append(useful_ops & again & (reached | floating))
 
     def _useful(self, done: Mask, again: Mask) -> tuple[Mask, Mask]:
-        """Values that can still be read, and ops one of whose outputs can.
+        """Values that can still be read, and ops with an output that can still be read.
 
         An op reads if it may still be computed for the first time, or if it may be computed again and its own outputs can
         be read. One pass from END back suffices, since readers have higher indices than producers.
@@ -225,12 +225,12 @@ class CutBuilder:
         return values, ops
 
     def _add_segments(self) -> None:
-        """Columns of y between neighbouring events, which carry the cost, and of longer segments.
+        """Columns of y between neighbouring events, which have the cost, and of longer segments.
 
-        The second kind is the *or* of shorter ones and adds nothing in integers. In the relaxation it ties an op that is computed
-        again in fractions over several segments to its inputs over all of them. Measured with HiGHS: without those from each
-        event to the end two events on a GPT-2 graph ran into the time limit, with them they took 1.1 s; MobileNet took 5.4 s
-        without and 14.7 s with them.
+        A column of a longer segment is the *or* of shorter ones and adds nothing in integers. In the relaxation it ties an op
+        that is computed again in fractions over several segments to its inputs over all of them. Measured with HiGHS: without the
+        columns from each event to the end, two events on a GPT-2 graph ran into the time limit, with them they took 1.1 s;
+        MobileNet took 5.4 s without and 14.7 s with them.
         """
         m, last = self.model, len(self.cuts)
         for e in range(last):
@@ -257,18 +257,18 @@ class CutBuilder:
         return column
 
     def _add_union(self, e: int, middle: int, f: int) -> None:
-        """Columns of y from event e to event f, or the end, as the *or* of those up to a third event and from there on."""
+        """Columns of y from event e to event f, or the end, as the *or* of the columns up to and from a third event."""
         self.recomputed[e, f] = self._again_columns(e, np.zeros(self.model.end + 1))
         ops = np.flatnonzero(self.recomputable[e])
         whole, first, rest = (self.recomputed[pair][ops] for pair in ((e, f), (e, middle), (middle, f)))
         self.builder.add_rows([(first, 1.0), (rest, 1.0), (whole, -1.0)], low=0.0)
         self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
-        # An op that was recomputable after the first event may be overwritten, or useless, after the third: no column there.
+        # An op that was recomputable after the first event may be overwritten or useless after the third: it has no column there.
         both = rest >= 0
         self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
 
     def _limit_memory(self, e: int) -> None:
-        """Memory row of an event. Its constants are compared in exact bytes first: that alone may prove there is no plan."""
+        """Memory row of an event. Its constants are first compared in exact bytes, which alone may prove that no plan exists."""
         m, t = self.model, self.cuts[e]
         always = self.live[e] == NoColumn.ALWAYS_LIVE
         own = m.workspace[t] + int(m.size[m.outputs[t]].sum()) + int(m.size[always].sum())
@@ -303,22 +303,22 @@ class CutBuilder:
         self.builder.add_rows([(self.computed[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
 
     def _link(self, e: int, f: int) -> None:
-        """Supply rows between events e and f (or the end): the three ways in which a value is needed there."""
+        """Supply rows between events e and f (or the end): the three reasons for which a value is needed."""
         m, redo = self.model, self.recomputed[e, f]
         begun = self.computed[e]
-        # Needed because it is live at f. The end has no S: there END reads what is kept, as one of the ops first computed.
+        # Needed because it is live at f. The end has no S: there END, one of the ops first computed, reads the kept values.
         if f < len(self.cuts):
             values = np.flatnonzero(self.live[f] != NoColumn.UNMODELLED)
             always = np.where(self.live[f, values] == NoColumn.ALWAYS_LIVE, 1.0, 0.0)
             self._supply(e, f, values, (1.0, _Term(self.live[f, values], always)))
-        # Needed because a reader is computed again. Between neighbouring events an op is not computed again if it is first
-        # computed there (the proof has why): where that is not known, both are one need, below.
+        # Needed because a reader is computed again. An op first computed between neighbouring events is not
+        # computed again there (see the proof). If that is unknown, both are one need, below.
         fixed = (begun < 0) & (self.computed[f] < 0)
         either = ~fixed & (f == e + 1)
         edges = np.flatnonzero((redo >= 0)[m.edge_op] & ~either[m.edge_op])
         self._supply(e, f, m.edge_value[edges], (1.0, self._y(e, f, m.edge_op[edges])))
-        # Needed because a reader is first computed: one row a value if that is sure for any of its readers, as all such rows
-        # are the same; else one row a reader.
+        # Needed because a reader is first computed: one row for a value if that is sure for any reader, as all these rows are
+        # the same; else one row for each reader.
         first = fixed & self.sure[f] & ~self.sure[e] & ~self.unmodelled[e] & ~self.unmodelled[f]
         sure = np.unique(m.edge_value[first[m.edge_op]])
         self._supply(e, f, sure, (1.0, _Term(np.full(len(sure), NoColumn.UNMODELLED), np.ones(len(sure)))))
@@ -339,8 +339,8 @@ class CutBuilder:
     def _supply(self, e: int, f: int, values: Ints, *need: tuple[float, _Term]) -> None:
         """Rows: need <= S[e, k] + y[e, f, p] + X[f, p] - X[e, p] for each of some values k with producers p.
 
-        The need is a sum of variables, each with its factor. Rows that hold in any case are left out, and so are those of
-        unmodelled producers, whose values are taken as available: dropping rows relaxes.
+        The need is a sum of variables, each with its factor. Rows that always hold are left out. Rows of unmodelled producers are
+        left out too, as if their values were available: dropping rows relaxes.
         """
         producer = self.model.producer[values]
         begun, ended = self._x(e, producer), self._x(f, producer)

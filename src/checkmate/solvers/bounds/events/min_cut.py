@@ -1,20 +1,20 @@
-"""The bound of a single event as a parametric minimum cut: for graphs on which its linear program takes too long.
+"""The bound of a single event as a parametric minimum cut, for graphs on which the event's linear program takes too long.
 
-For one event t the program of `event_cuts` has a Lagrangian that is a minimum cut. Say r[o] = 1 if op o runs after the event
-begins, for the first time or again, and late[o] = 1 if for the first time. In every plan, with `y` as in `event_cuts` and lowered
-to 0 where an op is first computed after the event anyway,
+For one event t the program of `event_cuts` has a Lagrangian that is a minimum cut. Let r[o] = 1 if op o runs after the event
+begins, for the first time or again, and late[o] = 1 if it first runs then. In every plan, with `y` as in `event_cuts`, but 0
+for ops first computed after the event,
 
-    r[o] = 1 for t and what surely comes after it;   late[o] = r[o] = 0 or 1 for an op that may run only once,
+    r[o] = 1 for t and ops surely after it;   late[o] = r[o] = 0 or 1 for an op that may run only once,
     late[o] <= r[o],    late[p] <= late[o] for a parent p of o,
     S[k] >= r[o] - r[producer of k] for each op o that reads k,
-    cost >= sum of c_o (r[o] - late[o]),    sum of size_k S[k] <= budget less what t itself needs.
+    cost >= sum of c_o (r[o] - late[o]),    sum of size_k S[k] <= budget less the bytes of t itself.
 
-For a price of a byte, the last row moves into the objective. What is left has only differences of two variables: a cut of a
-graph with a node for each r, late and S (Picard 1976, "Maximal closure of a graph"). The value of *any* flow in this graph is no
-more than the cut, so that a flow computed in integers, with capacities rounded down, is a bound without any tolerance.
-The price is found on the concave function by intersecting its tangents (Kelley 1960, in one dimension).
+With a price of a byte, the last row moves into the objective. The other rows have only differences of two variables: a cut of a
+graph with a node for each r, late and S (Picard 1976, "Maximal closure of a graph"). The value of *any* flow in this graph is at
+most the cut. Therefore a flow in integers, with capacities rounded down, is a bound without any tolerance.
+Intersecting tangents of the concave function finds the price (Kelley 1960, in one dimension).
 
-The bound is that of the linear program of the same event or better: there `y` and `1 - X` may share an op in fractions.
+The bound is at least as good as the linear program's for the same event, in which `y` and `1 - X` may share an op in fractions.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from checkmate.solvers.bounds.max_flow import Network
 
 
 class Line(NamedTuple):
-    """A cut as a function of the price of a byte: cost of what is computed again, and bytes held less the room for them."""
+    """A cut as a function of the price of a byte: cost of recomputation, and bytes held less the room for them."""
 
     cost: float
     excess: float
 
 
 def single_event(model: CutModel, event: int, time_up: Flag) -> float:
-    """Bound what every plan computes again after an event, as a share of computing every op once; infinite without a plan."""
+    """Bound the recomputation of every plan after an event, as a share of computing every op once; infinite without a plan."""
     return segment(model, event, model.end, time_up)
 
 
 def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
-    """As `single_event`, for what comes before another event begins; bounds of disjoint segments add up."""
+    """As `single_event`, for the time until another event begins; bounds of disjoint segments add up."""
     network = EventNetwork(model, event, until, time_up)
-    # Without a price everything is held; at an infinite one as little as possible, whatever it costs.
+    # At price 0 everything is held; at an infinite price as little as possible, whatever the cost.
     left = Line(0.0, float(network.held - network.room))
     if left.excess <= 0:
         return 0.0
@@ -54,7 +54,7 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
         return math.inf
     right = network.line(runs)
     best = 0.0
-    for _ in range(12):  # prices after the two at the ends; each takes a maximum flow
+    for _ in range(12):  # prices after the two extremes; each takes a maximum flow
         if time_up[0] or left.excess - right.excess <= 0:
             break
         price = (right.cost - left.cost) / (left.excess - right.excess)
@@ -72,18 +72,18 @@ def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
 
 
 class EventNetwork:
-    """The network of the cut for one event and the time until another: its arcs, and what each costs or holds.
+    """The network of the cut for one event and the time until another: its arcs, and the cost or bytes of each.
 
-    `held` are the bytes live at the event if nothing is computed again, beside those of the event itself, `room` those that the
-    budget leaves for them, and `node` has the node of r of each op.
+    `held` are the bytes live at the event if nothing is computed again, without the event's own bytes. `room` are the bytes that
+    the budget leaves for them, and `node` has the node of r of each op.
     """
 
-    _LARGEST = 2.0**52  # flow, to which capacities are scaled; rounding down loses at most one for each arc
+    _LARGEST = 2.0**52  # flow to which capacities are scaled; rounding down loses at most one for each arc
 
     def __init__(self, model: CutModel, event: int, until: int, time_up: Flag) -> None:
         m = model
         self._time_up = time_up
-        # Only the ancestors of the second event matter: it reads them, or an op that runs for its sake does.
+        # Only the ancestors of the second event matter: it reads them directly or indirectly.
         inside = m.sides(until)[0].copy() if until != m.end else np.ones(m.end + 1, dtype=np.bool_)
         inside[until] = True
         above, below = m.sides(event)
@@ -102,7 +102,7 @@ class EventNetwork:
         both = np.flatnonzero(floating & again)
         late[both] = np.arange(len(both)) + Network.FIRST + len(free)
         self._nodes = Network.FIRST + len(free) + len(both)
-        # An op that is computed again costs; one that floats does if it was computed before.
+        # An op that is computed again costs; a floating op costs if it was computed before the event.
         sure = np.flatnonzero(above & again & inside)
         paid = np.concatenate([sure, both])
         self._paid = self.node[paid], np.concatenate([np.full(len(sure), Network.SINK, dtype=np.int64), late[both]])
@@ -124,7 +124,7 @@ class EventNetwork:
             (readers != Network.SINK) & ~own[m.edge_value] & (maker[m.edge_value] != Network.SOURCE) & (m.size[m.edge_value] > 0)
         )
         values, readers = m.edge_value[use], readers[use]
-        # S of a value is the *or* over its readers: a separate node where there are several, and none of them is sure.
+        # S of a value is the *or* over its readers: a separate node if there are several and none of them is sure.
         sure = np.zeros(len(m.size), dtype=np.bool_)
         sure[values[readers == Network.SOURCE]] = True
         many = np.bincount(values, minlength=len(m.size))
@@ -136,7 +136,7 @@ class EventNetwork:
         self._nodes += int(shared.sum())
         self._forced.append((readers[shared[values]], reader[values[shared[values]]]))
         held = np.flatnonzero(reader >= 0)
-        # Sure to be read later, and made by an op that does not run again: live in every plan.
+        # Values surely read later, and made by an op that does not run again, are live in every plan.
         always = (reader[held] == Network.SOURCE) & (maker[held] == Network.SINK)
         self.room -= int(m.size[held[always]].sum())
         held = held[~always]
@@ -154,14 +154,14 @@ class EventNetwork:
         return Line(float(cost), float(held - self.room))
 
     def least_bytes(self) -> tuple[int, npt.NDArray[np.bool_]]:
-        """A lower bound on the bytes held at the event, whatever it costs, and the cut."""
+        """A lower bound on the bytes held at the event, whatever the cost, and the cut."""
         scale = min(1.0, self._LARGEST / max(1, self.held))
         flow, runs = self._flow(0.0, scale)
         return math.floor(flow / scale), runs
 
     def least_cost(self, price: float) -> tuple[float, npt.NDArray[np.bool_]]:
         """A lower bound on the cost for a price of a byte, in the graph's unit, and the cut."""
-        # No cut of interest is larger than the one where nothing is computed again.
+        # No cut of interest is larger than the cut in which nothing is computed again.
         scale = self._LARGEST / max(1.0, price * self.held)
         flow, runs = self._flow(scale, price * scale)
         return flow / scale - price * self.room, runs

@@ -1,10 +1,10 @@
 """Lazy refinement: bound a problem with few events, turn the solution into a plan, add the events that it violates.
 
-Memory is limited only at the events of a program, so its solution may break the budget in between. Such moments are the
+Memory is limited only at the events of a program, so its solution may break the budget in between. These moments are the
 events worth adding: the next program cuts the solution off. This is the cutting-plane scheme of integer programming, with
-whole events in place of single inequalities; `docs/explanation/event_cuts.md` proves what one event says. The same
-solutions, decoded and repaired, are the best starts that the search has: where search alone stays at an overhead of 1.249
-(ResNet-50 at half of its memory), it reaches 1.131 from the solution of a cut.
+whole events instead of single inequalities; `docs/explanation/event_cuts.md` has the proof for one event. The same
+solutions, decoded and repaired, are the search's best starts: on ResNet-50 at half of its memory, search alone stays at an
+overhead of 1.249, and it reaches 1.131 from the solution of a cut.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from checkmate.solvers.evict.profile import Code, add_interval
 from checkmate.solvers.evict.search import Search
 
 Prove = Callable[[float, bool], None]
-"""Takes a bound as a share, extra cost over the cost of computing every op once, and whether it holds for any order."""
+"""Takes a bound as a share (extra cost over the cost of computing every op once), and whether it holds for any order."""
 
 
 class Chain(NamedTuple):
-    """Events of a chain by how much they are needed."""
+    """Events of a chain by importance."""
 
-    first: Sequence[int]  # those to begin an integer program with
-    peaks: Sequence[int] = ()  # events that prove more alone than their neighbours, any of which a solution may violate
-    prices: Mapping[int, float] = MappingProxyType({})  # what the bound gains for each share of the budget that an event has less
+    first: Sequence[int]  # events of the first integer program
+    peaks: Sequence[int] = ()  # events that alone prove more than their neighbours; a solution may violate any of them
+    prices: Mapping[int, float] = MappingProxyType({})  # gain of the bound for each share of the budget taken from an event
 
 
 def first_bytes(graph: Graph, order: Iterable[int]) -> dict[int, int]:
@@ -48,7 +48,7 @@ def first_bytes(graph: Graph, order: Iterable[int]) -> dict[int, int]:
 
 
 def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]:
-    """Candidates for single events: where plans hold most, and the loss, before which a training step holds most."""
+    """Candidates for single events: ops at which plans hold most, and the loss, before which a training step holds most."""
     events: dict[int, None] = {o: None for o, op in enumerate(graph.ops) if op.phase == "loss"}
     for order in orders:
         events.update(dict.fromkeys(highest_events(graph, 14, order)))
@@ -56,9 +56,9 @@ def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]
 
 
 def highest_events(graph: Graph, count: int, order: Iterable[int]) -> list[int]:
-    """Events where the plan of an order holds most, the highest first.
+    """Events at which the plan of an order holds most, the highest first.
 
-    They are apart by more than a 56th of the graph: neighbours of a peak prove nearly the same as the peak.
+    They are more than a 56th of the graph apart: neighbours of a peak prove nearly the same as the peak.
     """
     held, apart = first_bytes(graph, order), max(1, len(graph.ops) // 56)
     chosen: list[int] = []
@@ -92,9 +92,9 @@ def single_cuts(
     *,
     time_up: Flag | None = None,
 ) -> int | None:
-    """Prove the bound of each event alone, by a minimum cut (`min_cut`); the event with the best bound, None without candidates.
+    """Prove each event's own bound by a minimum cut (`min_cut`). Returns the best event, None without candidates.
 
-    Candidates are in the order in which they promise most: time may end the loop between them, and a flag that is raised a cut.
+    The most promising candidates come first: time may end the loop between two candidates, and a raised flag ends a cut.
     """
     from checkmate.solvers.bounds.events.min_cut import single_event
 
@@ -110,25 +110,25 @@ def single_cuts(
 
 
 def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float] = lambda: math.inf) -> tuple[float, bool]:
-    """The linear bound of a chain of events, and whether ops beside the chain add to it.
+    """The linear bound of a chain of events, and whether ops off the chain improve it.
 
-    If they do not, their columns only slow the integer program: transformers have few such ops, convolutional networks with
-    their weight gradients have many. Where time was too short to tell, they are taken to.
+    If they do not, their columns only slow the integer program. Transformers have few of these ops; convolutional networks have
+    many, their weight gradients. If time is too short to tell, they count as improving it.
     """
     with_them, without = (
-        # Duals give a bound at any moment.
+        # Duals give a bound even if the solve stops early.
         relax(build_cuts(model, cuts, floating=floating), time_s=min(5.0, 0.03 * left_s()))
         for floating in (True, False)
     )
-    # Below this gain the difference is the engine's tolerance.
+    # A smaller gain is within the engine's tolerance.
     pay = with_them.bound > without.bound + 1e-5 or not with_them.finished
     return max(with_them.bound, without.bound), pay
 
 
 def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
-    """A chain among some events, chosen greedily: each is taken if it is comparable with all taken before it.
+    """A chain among some events, chosen greedily: an event is taken if it is comparable with all events taken before.
 
-    Comparable pairwise is a chain, and the index order of ops is a topological order, so sorting puts it in its order.
+    Pairwise comparable events form a chain. The index order of ops is topological, so sorting puts the chain in order.
     """
     chain: list[int] = []
     for event in events:
@@ -138,15 +138,15 @@ def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
 
 
 def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Code:
-    """Eviction code of a solution: at each event a value is held as S says, and between events whatever is there is kept.
+    """Eviction code of a solution: at each event values are held as in S, and between events every live value is kept.
 
-    The program says nothing about the time between events, and the code holds too much rather than too little there: the
+    The program does not constrain the time between events. The code holds too much there rather than too little: the
     search's repair evicts by price, but never undoes an eviction. A value that is live at one event and not at the next is held
-    up to the stage of the next, so that what is computed again before it can read the value. One that is computed again in the
-    stage of an event at which it is not live is dropped after this stage.
+    up to the next event's stage, for recomputations before that event that read it. A value that is computed again in the
+    stage of an event, but is not live at the event, is dropped after this stage.
     """
     code = search.empty_code()
-    # An op that the search computes on demand has no stage to hold anything at.
+    # An op that the search computes on demand has no stage at which to hold a value.
     events = [(search.stage[event], cut.live[e]) for e, event in enumerate(cut.cuts) if event in search.stage]
     released = np.full(len(model.size), -1, dtype=np.int64)  # first stage that need not hold a value because of the events so far
     for e, (stage, columns) in enumerate(events):
@@ -163,34 +163,34 @@ def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> C
 
 
 _GROWTH: Final = 2.2
-"""How many times longer an integer program takes with one event more."""
+"""Factor by which one more event prolongs an integer program."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Refinement:
-    """Bound with few events first; realise the solution as a plan, add events where that plan breaks the budget, repeat."""
+    """Bound with few events; turn the solution into a plan; add the events at which the plan breaks the budget; repeat."""
 
     model: CutModel
     search: Search
     prove: Prove
     offer: Callable[[list[int]], bool]
     enough: Callable[[], float]
-    """Bound beyond which more is of no use: the cost of the best plan so far, or what meets the gap, as a share."""
+    """Bound that is enough, as a share: the cost of the best plan so far, or the bound that closes the gap."""
     left_s: Callable[[], float]
     gap: float
     threads: int
     next_s: float = 0.0
-    """Seconds that an integer program of one event more than the longest takes."""
+    """Estimated seconds of an integer program with one event more than the longest so far."""
 
     def run(self, chain: Chain, *, floating: bool, known: float = -math.inf) -> list[int]:
-        """Refine from some first events until the bound is enough, nothing is violated, or time is up.
+        """Refine from first events until the bound is enough, no event is violated, or time is up.
 
-        Ops beside the chain are modelled or not: a sharper bound from a larger program. If the first integer program proves less
-        than is known from larger relaxations, more events are worth more than integers, and no other is begun. Returns the events
-        of the last program.
+        With ``floating`` the program models ops off the chain: a sharper bound from a larger program. If the first integer one
+        proves less than larger relaxations did (``known``), more events are worth more than integers, and no other program is
+        started. Returns the events of the last program.
         """
         first = chain.first
-        # In a given order any targets form a chain; in any order only what the DAG orders does.
+        # In a given order any targets form a chain; in any order only ops that the DAG orders do.
         among = {*(longest_chain(self.model) if self.model.targets is None else self.model.targets), *first}
         among = {o for o in among if all(self.model.comparable(f, o) for f in first)}
         cuts = sorted(set(first), key=self._before)
@@ -199,7 +199,7 @@ class Refinement:
             if realised is None:
                 break
             order, took_s = realised
-            # As many as there is time for. Two at least where there is any: a larger program proves more also unfinished.
+            # As many as there is time for, and at least two if there is any time: a larger program proves more even unfinished.
             times = self.left_s() / max(took_s, 1e-9)
             count = min(4, max(2, int(math.log(times, _GROWTH)))) if times > 1 else 0
             added = self._violated(order, among.difference(cuts), chain, cuts, count)
@@ -209,7 +209,7 @@ class Refinement:
         return cuts
 
     def _bound_and_realise(self, cuts: list[int], floating: bool, known: float) -> tuple[list[int], float] | None:
-        """A round: the plan of an integer solution and the seconds that its program took, or None if no other is worth it."""
+        """One round: the plan of an integer solution and the seconds of its program; None if another round is not worth it."""
         from checkmate.solvers.backends.highs import solve_integer
 
         cut = build_cuts(self.model, cuts, floating=floating, all_segments=True)
@@ -218,7 +218,7 @@ class Refinement:
             self.prove(math.inf, any_order)
             return None
         # The bound by duals holds whatever the engine's tolerances; it stays if the integer program runs out of time.
-        # That of one event was proven by `single_cuts`.
+        # `single_cuts` has proven the bound of one event.
         program = cut.program
         if len(cuts) > 1:
             relaxed = relax(cut, time_s=min(10.0, 0.3 * self.left_s()), enough=self.enough())
@@ -227,7 +227,7 @@ class Refinement:
         begin = self.left_s()
         if begin <= 0:
             return None
-        # Programs that end leave their successors more; of one that does not, the search has the rest.
+        # A program that ends early leaves more time to its successors. If it does not end, the search has the rest.
         limit_s = 0.93 * begin
         solved = solve_integer(program, time_s=limit_s, absolute_gap=self.gap, threads=self.threads, cutoff=self.enough())
         took_s = begin - self.left_s()
@@ -236,26 +236,26 @@ class Refinement:
         if solved.solution is None or solved.bound >= self.enough() - self.gap:
             return None
         code = code_of(cut, solved.solution, self.model, self.search)
-        # Decoded without repair: where this plan breaks the budget are the events to add. Repaired, it is a start for
-        # the search. No order: an op that may run once would have to run twice, which S alone does not rule out.
+        # Decoded without repair, this plan breaks the budget at the events to add. Repaired, it is a start for the search.
+        # There is no order if an op that may run only once would have to run twice, which S alone does not rule out.
         order = self.search.realise(code)
         if order:
             self.offer(order)
             if self.search.start_from(code):
                 self.offer(self.search.order())
-        # A solution that time cut short may break the budget where the optimum does not.
+        # A solution from a program that ran out of time may break the budget at events at which the optimum keeps it.
         return (order, took_s) if order and solved.finished and solved.bound >= known else None
 
     def _before(self, op: int) -> int:
-        """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
+        """Rank of an event on its chain; for an op that is not a target its index, which is also a topological rank."""
         return self.model.position.get(op, op)
 
     def _violated(self, order: list[int], among: set[int], chain: Chain, cuts: list[int], most: int) -> list[int]:
-        """Events to add where a plan breaks the budget.
+        """Events to add: ops at which a plan breaks the budget.
 
-        They are apart from each other and in one chain with the others, and where there are such apart from those too. By what
-        each would gain if a solution kept its budget; a peak whose price is not known counts as the mean of those that are no
-        events yet. One that has a price beside the events so far may be near them.
+        They are apart from each other and form one chain with the present events; if possible they are apart from those too.
+        They are ranked by the gain if a solution kept the budget there. A peak without a known price counts as the mean of the
+        peaks that are not events yet. A peak with a price given the present events may be near them.
         """
         prices, budget = chain.prices, self.model.problem.budget_bytes
         excess = {o: b - budget for o, b in first_bytes(self.model.problem.graph, order).items() if o in among and b > budget}
