@@ -28,7 +28,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
 
     Args:
         out: Folder for report.html, created if it does not exist.
-        budget: Total such as 30MiB, or a share such as 50% of what keeping everything needs above what no plan can change.
+        budget: Total such as 30MiB, or a share such as 50% of the memory that a plan can change.
         time_limit: Time limit of planning, in seconds.
         json: Print one JSON object on stdout.
     """

@@ -37,9 +37,9 @@ def plan(
 
     Args:
         graph: Graph file from `checkmate capture`.
-        budget: Total such as 8GiB, or a share such as 50% of what keeping everything needs above what no plan can change.
+        budget: Total such as 8GiB, or a share such as 50% of the memory that a plan can change.
         search: The solver, and when it stops.
-        rules: What the plan may do.
+        rules: Rules for the plan.
         copies: The host that values are copied to.
         out: Plan file to write; by default the name comes from graph and budget.
         result: Result file to write as well, with the plan, its lower bound and how the solve ended; `checkmate report` reads it.
@@ -141,7 +141,7 @@ def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rule
         graph: Graph file.
         plan: Plan file.
         budget: Total such as 8GiB, or a share such as 50%; without it only the plan's own rules are checked.
-        rules: What the plan may do.
+        rules: Rules for the plan.
         json: Print one JSON object on stdout.
     """
     amounts, steps = Amounts.of(graph), files.load_plan(plan)

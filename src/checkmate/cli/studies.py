@@ -150,7 +150,7 @@ def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The captured batches, and what the plan at the largest one has to keep.
+    """The captured batches, and the limits of the plan at the largest one.
 
     Attributes:
         budget: Total such as 16GB, resident memory included.
@@ -220,7 +220,7 @@ def max_batch(
     Args:
         small: Graph file of the step at one batch size.
         large: Graph file of the same step at a larger batch size.
-        batches: The captured batches, and what the plan at the largest one has to keep.
+        batches: The captured batches, and the limits of the plan at the largest one.
         search: The solver, and when it stops.
         out: Plan file to write, with the graph at that batch next to it; by default the name comes from graph and batch.
         json: Print one JSON object on stdout.
