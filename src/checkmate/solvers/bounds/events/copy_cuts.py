@@ -1,4 +1,4 @@
-"""Event cuts for plans with copies to the host and back: a lower bound on the time at which a step can end.
+"""Event cuts for plans with copies to the host and back: a lower bound on the time at which the step ends.
 
 One event, the first computation of op t, as in `event_cuts`. Write T for the end of the step and split it at the moment at
 which t begins: T = b + a. If a plan needs a value after the event, and the value is neither live at it nor computed again, it is
