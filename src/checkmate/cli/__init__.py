@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line, by default that of the program, and return the exit code."""
+    """Run one command line, by default the program's own, and return the exit code."""
     try:
         from checkmate.cli.app import run
     except ModuleNotFoundError as error:

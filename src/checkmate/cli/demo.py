@@ -66,7 +66,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
 
 
 def _compile_solver() -> None:
-    """Solve a small chain, so that the one-time compilation of the solver does not count as planning time."""
+    """Solve a small chain: planning time then excludes the one-time compilation of the solver."""
     half = 8
     chain = [(i, i + 1) for i in range(2 * half - 1)]
     skips = [(half - 2 - i, half + i) for i in range(half - 1)]

@@ -168,7 +168,7 @@ def without_memory(target: str, function: Callable[[], object]) -> Built:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return checked(target, returned(target, function))
-    except (CheckmateError, RuntimeError):  # the function needs values, like those of data that it reads
+    except (CheckmateError, RuntimeError):  # the function needs values, for example of data that it reads
         return checked(target, returned(target, function))
 
 

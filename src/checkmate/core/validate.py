@@ -108,7 +108,7 @@ class _Table:
         self.on_host: list[tuple[int, int, int]] = []  # value, first step, step that discards it
         self.moves: dict[int, list[int]] = {}  # storage number -> steps of its copies
         self.fetched: dict[int, int] = {}  # storage number -> step of the copy into it
-        self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for; a computation waits when it has run
+        self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for; a computation waits after it has run
         self.reads: dict[int, list[int]] = {}  # step that computes -> steps of the copies into its inputs
 
     def take(self, at: int, step: Step) -> None:

@@ -157,7 +157,7 @@ def _fault(path: Path, error: Exception) -> Fault:
 
 
 def _code(error: Exception) -> int:
-    """SQLite's error code: its low byte, the kind of error. The other bytes are details, which matter if one is a lock."""
+    """SQLite's error code: of a lock the full code, since its details matter; otherwise the low byte, the kind of error."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code if code in _LOCKS else code & 0xFF
 

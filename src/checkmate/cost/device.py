@@ -76,7 +76,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"`{name}` is more than the {MOST_BYTES} that are counted exactly")
 
     def flop_per_s(self, dtype: str) -> int:
-        """Peak for a type; that of float32 for one that is not listed."""
+        """Peak for a type; for an unlisted type the peak for float32."""
         return self.peak_flop_per_s.get(dtype, self.peak_flop_per_s["float32"])
 
     def host_memory(self, amount: int | float | str) -> HostMemory:

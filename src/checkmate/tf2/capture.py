@@ -179,7 +179,7 @@ class _Builder:
         return [self.ops[self.index[n]] for n in found if self.kinds[n] == "read" and n not in self.snapshot_reads]
 
     def _before(self, op: tf.Operation) -> list[str]:
-        """Ops that must run before an op, by its control edges or those of the reads that it uses."""
+        """Ops that must run before an op, by its control edges or the control edges of the reads that it uses."""
         found: dict[str, None] = {}
         stack = [c for o in (op, *self._reads(op)) for c in o.control_inputs]
         seen: set[str] = set()
@@ -295,8 +295,8 @@ def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]
     ready: dict[str, int] = {}  # place of the last op outside the optimizer that an op depends on
     for n in TopologicalSorter(needs).static_order():
         ready[n] = max((ready[m] for m in needs[n]), default=-1) if phases[n] == "optimizer" else place[n]
-    # An update that nothing needs is listed with everything that it needs and that is not listed yet, so that these ops are as
-    # late as their first reader allows. One that depends on no gradient, such as the step counter, is last.
+    # An update that nothing needs is listed together with the unlisted ops that it needs. Therefore these ops are as late as
+    # their first reader allows. An update that depends on no gradient, such as the step counter, is last.
     needed = {m for n in listed for m in needs[n]}
     last = len(listed)
     updates = [n for n in listed if phases[n] == "optimizer" and n not in needed]

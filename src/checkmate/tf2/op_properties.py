@@ -41,7 +41,7 @@ KERNEL_RANDOM = frozenset(
     {"Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle"}
     | {"RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal"}
 )
-"""Random ops whose generator state is in the kernel (GuardedPhiloxRandom), where it cannot be saved and restored."""
+"""Random ops whose generator state is in the kernel (GuardedPhiloxRandom) and cannot be saved and restored."""
 
 FORWARDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Maximum", "Minimum"), (0, 1)),

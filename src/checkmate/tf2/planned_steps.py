@@ -40,7 +40,7 @@ class PlannedSteps:
     def __call__(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> Any:
         """Run a step on the flat tensors of a batch, for which there is a nest of `tf.TensorSpec` for each argument.
 
-        The result is that of the traced step. The first steps are measured, and one above the budget logs a warning.
+        Returns the result of the traced step. The first steps are measured; a step above the budget logs a warning.
 
         Raises:
             GraphError: The step cannot be traced as one function.

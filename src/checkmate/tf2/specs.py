@@ -17,7 +17,7 @@ ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
 def specs_of(sample: Any, name: str, *, closed: bool = False) -> Any:
     """A nest of `tf.TensorSpec` from a nest of tensors, arrays or specifications.
 
-    The name of the argument is for messages. With ``closed`` shapes may have no open dimensions, as those of a graph.
+    The name of the argument is for messages. With ``closed`` shapes may have no open dimensions, as in a graph.
     """
     specs = tf.nest.map_structure(lambda leaf: _spec(leaf, name), sample)
     for spec in tf.nest.flatten(specs) if closed else ():

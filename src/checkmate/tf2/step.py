@@ -96,7 +96,7 @@ class TrainStep:
         Args:
             inputs: Tensors or arrays in the structure of ``input_spec``.
             labels: Tensors or arrays in the structure of ``label_spec``.
-            sample_weight: A weight for each sample, or one such array for each output; None weights all samples equally.
+            sample_weight: An array of weights of samples, or one array for each output; None weights all samples equally.
 
         Returns:
             The model's prediction and the loss.
@@ -146,13 +146,13 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
         loss: A Keras loss, its name, or a function of labels and prediction; for several outputs one for all, a
             list, or a mapping by the outputs' names. The model's own losses (regularisers) are added.
         optimizer: A Keras optimizer or its name.
-        input_spec: A batch of inputs, or its `tf.TensorSpec`, such as that of a data set's ``element_spec``; lists, tuples and
+        input_spec: A batch of inputs, or its `tf.TensorSpec`, for example from a data set's ``element_spec``; lists, tuples and
             mappings of them for models with several inputs. If the batch size is open, planning waits for the first call.
         label_spec: The same for labels.
         sample_weight_spec: The same for the weights of samples, if every call of the step passes them.
         budget: Largest allowed peak on the device during the step, with variables, slots and batch: ``"8GiB"``, a number of
-            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything
-            needs above that. None: the memory of the device.
+            bytes, or a share of the whole step: ``"70%"`` is the bytes that no plan can change plus 70 % of the additional bytes
+            that keeping everything needs. None: the memory of the device.
         options: The options below, by name.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, 30 by default, or None for no limit: half of them for the first plan,

@@ -46,7 +46,7 @@ class Trace:
 
 
 class PhaseMarks:
-    """Records where in a traced function each phase begins, as `Trace.phases` has it."""
+    """Records the op of a traced function at which each phase begins, in the form of `Trace.phases`."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Phase]] = []

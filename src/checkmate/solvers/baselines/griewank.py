@@ -33,7 +33,7 @@ class Griewank(Heuristic):
 
 
 def first_state(steps: int, states: int) -> int:
-    """Step of a chain after which to hold the first state besides the chain's input, for the fewest forward steps.
+    """Step after which to hold the first state, in addition to the state before the chain, for the fewest forward steps.
 
     Several splits are optimal. With c slots and r repetitions this split is at most binomial(c + r - 1, c), the longest chain
     that r - 1 repetitions can reverse, and leaves at least binomial(c + r - 2, c - 1) steps to the rest (Griewank and Walther

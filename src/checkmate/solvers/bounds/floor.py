@@ -131,7 +131,7 @@ def name_of(graph: Graph, o: int) -> str:
 
 
 def parents_of(graph: Graph) -> list[set[int]]:
-    """Ops whose first computation precedes that of each op.
+    """For each op, the ops whose first computation comes before its own.
 
     Data, `order` and `clobbered_by` imply this: an op that overwrites another's input comes after it. All three hold in every
     plan, and leaving one out would only loosen a bound.

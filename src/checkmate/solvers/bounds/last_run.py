@@ -14,7 +14,7 @@ where S[k] = 1 if value k is live while t runs, and r[o] = 1 if op o, not in M, 
 
 with r = 0 on M and on ancestors of M that may run only once, none of which is t. The outputs of t have no rows: they are live.
 The least left side is a minimum cut (`min_cut` has the same network with costs), and the least over all t in M is a lower bound
-on the peak of every plan, for every M. Here M is the set of ops that need at least a number of bytes, for every such number.
+on the peak of every plan, for every M. Here M is every set of the ops that need at least n bytes, for any n.
 ``docs/explanation/event_cuts.md`` has the proof. We know of no earlier use.
 """
 

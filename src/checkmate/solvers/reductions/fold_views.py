@@ -67,7 +67,7 @@ class FoldViews:
 
     @property
     def cost_offset(self) -> int:
-        """Cost of the original less that of the folded graph, every op computed once.
+        """Cost of the original graph less the cost of the folded graph, with every op computed once.
 
         Negative if a view is priced into several ops: it counts once in the original graph, but once with each op here.
         """

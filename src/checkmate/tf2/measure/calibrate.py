@@ -65,7 +65,7 @@ def calibrate(
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
-    TensorFlow allocates other bytes than the live bytes of a plan: fewer where buffers are forwarded, more where chunks are
+    TensorFlow allocates other bytes than the live bytes of a plan: fewer if buffers are forwarded, more if chunks are
     not split. `allocator_peaks` predicts both, and only plans that are predicted to fit are run, on the flat tensors of a batch
     or on synthetic ones. ``replan`` makes the cheapest plan within an amount of live bytes.
 

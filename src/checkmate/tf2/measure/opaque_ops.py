@@ -102,7 +102,7 @@ def _owners(capture: Capture, opaque: Sequence[int], events: Sequence[TraceEvent
     for event in events:
         name = str(event.stats.get("tf_op") or "") if event.name.startswith("Memory") else event.name.rpartition(":")[0]
         while name and name not in named:
-            # TensorFlow names the nodes of a body "loop/body/_1/node" and those of a call "call/node".
+            # TensorFlow names a node of a body "loop/body/_1/node" and a node of a call "call/node".
             name = name.rpartition("/")[0]
         found.append(named.get(name))
     return found

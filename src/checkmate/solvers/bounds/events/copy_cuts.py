@@ -1,4 +1,4 @@
-"""Event cuts for plans with copies to the host and back: a lower bound on the time at which every such step ends.
+"""Event cuts for plans with copies to the host and back: a lower bound on the time at which the step ends.
 
 One event, the first computation of op t, as in `event_cuts`. Write T for the end of the step and split it at the moment at
 which t begins: T = b + a. If a plan needs a value after the event, and the value is neither live at it nor computed again, it is
@@ -7,7 +7,7 @@ the copy out was done by then. Hence every plan satisfies the rows of `event_cut
 
     a >= time of the copies back of all i with z[i] = 1,        b >= time of their copies out,
     a >= cost of t, of its descendants and of y,                b >= cost of the ancestors of t,
-    b + a >= cost of every op once and of y,                    bytes of all i with z[i] = 1 <= those of the host,
+    b + a >= cost of every op once and of y,                    bytes of all i with z[i] = 1 <= bytes of the host,
 
 and more sharply, for a descendant k and an ancestor j of t:
 

@@ -45,7 +45,7 @@ class CutModel:
         self.clobbers = [*(op.clobbered_by for op in graph.ops), ()]
         self.edge_value = np.array([v for part in inputs for v in part], dtype=np.int64)
         self.edge_op = np.array([o for o, part in enumerate(inputs) for _ in part], dtype=np.int64)
-        # Ops whose first computation precedes that of each op, and the converse.
+        # For each op, the ops whose first computation comes before its own, and the converse.
         self.parents: list[list[int]] = [*(sorted(p) for p in parents_of(graph)), list(range(self.end))]
         self.children: list[list[int]] = [[] for _ in self.parents]
         for o, above in enumerate(self.parents):

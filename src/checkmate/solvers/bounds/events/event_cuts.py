@@ -191,7 +191,7 @@ class CutBuilder:
         useful_values, _ = self._useful(above, again)
         _, useful_ops = self._useful(reached, again)
         # Live in every plan: the inputs of t; and an instance that cannot be made again and has a reader whose first
-        # computation is still to come, such as a dropout mask between its forward and its backward op.
+        # computation is still to come: a dropout mask between its forward and its backward op, for example.
         forced = np.zeros(len(m.size), dtype=np.bool_)
         forced[m.inputs[t]] = True
         read_later = np.zeros(len(m.size), dtype=np.bool_)

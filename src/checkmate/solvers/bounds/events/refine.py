@@ -185,9 +185,9 @@ class Refinement:
     def run(self, chain: Chain, *, floating: bool, known: float = -math.inf) -> list[int]:
         """Refine from first events until the bound is enough, no event is violated, or time is up.
 
-        With ``floating`` the program models ops off the chain: a sharper bound from a larger program. If the first integer one
-        proves less than larger relaxations did (``known``), more events are worth more than integers, and no other program is
-        started. Returns the events of the last program.
+        With ``floating`` the programs model ops off the chain: a sharper bound from larger programs. If the first integer program
+        proves less than larger relaxations did (``known``), more events are worth more than integers, and no other integer
+        program is started. Returns the events of the last program.
         """
         first = chain.first
         # In a given order any targets form a chain; in any order only ops that the DAG orders do.

@@ -1,7 +1,7 @@
 """Relaxations of event cuts; the rows of longer segments are added when a solution violates them.
 
-The rows of longer segments are most of a program, and few of them matter to its relaxation. It is solved without them, and
-rows that its solution violates are added, as in the cutting-plane method of Dantzig, Fulkerson and Johnson (1954).
+Most rows of a program belong to longer segments, and few of them matter to its relaxation. The relaxation is solved without
+them, and rows that its solution violates are added, as in the cutting-plane method of Dantzig, Fulkerson and Johnson (1954).
 
 A column of a longer segment costs nothing, and its rows limit it from below and above. Therefore a solution of the rows so far
 is completed: these columns are raised to the limits of their rows, one after another, until nothing changes. If that breaks a
