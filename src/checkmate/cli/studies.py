@@ -121,7 +121,7 @@ def _point(amounts: Amounts, point: CurvePoint) -> list[str]:
         format_bytes(point.peak_bytes),
         amounts.cost(point.cost),
         f"{point.overhead:.4f}x",
-        f"{point.bound / amounts.graph.cost if amounts.graph.cost else 1.0:.4f}x",
+        f"{amounts.graph.overhead(point.bound):.4f}x",
         format_share(point.gap, 2),
         f"{point.elapsed_s:.1f} s",
     ]

@@ -62,7 +62,7 @@ def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) ->
     return Result(
         plan=plan,
         cost=cost,
-        overhead=cost / graph.cost if graph.cost else 1.0,
+        overhead=graph.overhead(cost),
         peak_bytes=peak,
         budget_bytes=limit,
         bound=float(graph.cost),

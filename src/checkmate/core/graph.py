@@ -293,6 +293,15 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         """Cost of computing every op once."""
         return sum(op.cost for op in self.ops)
 
+    def overhead(self, cost: float) -> float:
+        """A cost divided by that of computing every op once; 1 if all ops are free.
+
+        Examples:
+            >>> Graph.from_dag(cost=[3, 5], size_bytes=[1, 1], edges=[(0, 1)]).overhead(12)
+            1.5
+        """
+        return cost / self.cost if self.cost else 1.0
+
     @cached_property
     def digest(self) -> str:
         """Hash of everything that determines whether a plan is valid and its bytes: not of costs, names or resident bytes."""

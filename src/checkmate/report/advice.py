@@ -39,7 +39,7 @@ def next_budgets(
         return Markup("<pre>checkmate plan {} --budget {}{}</pre>").format(file, budget, more)
 
     least = floor(graph)
-    overhead = timeline.cost / graph.cost if graph.cost else 1.0
+    overhead = graph.overhead(timeline.cost)
     expensive = 1.2  # overhead above which to try more memory
     lower = [] if curve is None else [point for point in curve.points if point.peak_bytes < peak]
     if peak >= keep_all_bytes:

@@ -145,14 +145,10 @@ def _title(timeline: Timeline) -> str:
     return f"{f'{name}: a training step' if name.strip() else 'A training step'} in {format_bytes(timeline.peak_bytes)}"
 
 
-def _overhead(timeline: Timeline) -> float:
-    return timeline.cost / timeline.graph.cost if timeline.graph.cost else 1.0
-
-
 def _summary(timeline: Timeline, keep_all_bytes: int) -> str:
     return (
         f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(keep_all_bytes)}, "
-        f"{_overhead(timeline):.3f} times the cost of computing every op once."
+        f"{timeline.graph.overhead(timeline.cost):.3f} times the cost of computing every op once."
     )
 
 
@@ -167,7 +163,7 @@ def _facts(runs: Sequence[NamedPlan], result: Result | None, budget_bytes: int |
         ["peak", *(format_bytes(t.peak_bytes) for t in timelines)],
         ["peak above resident memory", *(f"{(t.peak_bytes - graph.resident_bytes) / highest:.1%}" for t in timelines)],
         ["cost", *(format_cost(t.cost, graph.cost_unit) for t in timelines)],
-        ["overhead", *(f"{_overhead(t):.4f}x" for t in timelines)],
+        ["overhead", *(f"{t.graph.overhead(t.cost):.4f}x" for t in timelines)],
         ["computations", *(f"{len(t.plan.order):,}" for t in timelines)],
         ["computed again", *(f"{times:,}" for times in again)],
     ]

@@ -125,7 +125,7 @@ def curve_table(graph: Graph, curve: Curve) -> Markup:
             format_bytes(point.budget_bytes),
             format_cost(point.cost, graph.cost_unit),
             f"{point.overhead:.4f}x",
-            f"{point.bound / graph.cost if graph.cost else 1.0:.4f}x",
+            f"{graph.overhead(point.bound):.4f}x",
             f"{point.gap:.2%}",
         ]
         for point in curve.points

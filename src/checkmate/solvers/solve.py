@@ -160,7 +160,7 @@ def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, ter
     return Result(
         plan=plan,
         cost=cost,
-        overhead=cost / graph.cost if graph.cost else 1.0,
+        overhead=graph.overhead(cost),
         peak_bytes=timeline.peak_bytes,
         budget_bytes=problem.budget_bytes,
         bound=session.bound,

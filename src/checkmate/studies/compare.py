@@ -93,7 +93,7 @@ def compare(graph: Graph, plan_a: Plan, plan_b: Plan) -> Comparison:
     return Comparison(
         peak_bytes=(a.peak_bytes, b.peak_bytes),
         cost=(a.cost, b.cost),
-        overhead=(_overhead(a), _overhead(b)),
+        overhead=(a.graph.overhead(a.cost), b.graph.overhead(b.cost)),
         cost_unit=graph.cost_unit,
         again=(_again(graph, plan_a), _again(graph, plan_b)),
         more_in_a=_more(graph, times_a, times_b),
@@ -115,10 +115,6 @@ def _listed(title: str, rows: list[tuple[int, str]], text: Callable[[int], str],
 
 def _peak(timeline: Timeline) -> tuple[Held, ...]:
     return held_at(timeline.graph, timeline.plan, timeline.peak_step)
-
-
-def _overhead(timeline: Timeline) -> float:
-    return timeline.cost / timeline.graph.cost if timeline.graph.cost else 1.0
 
 
 def _again(graph: Graph, plan: Plan) -> int:

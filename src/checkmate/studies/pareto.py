@@ -162,7 +162,7 @@ class _Known:
         return CurvePoint(
             budget_bytes=budget_bytes,
             cost=self.cost,
-            overhead=self.cost / graph.cost if graph.cost else 1.0,
+            overhead=graph.overhead(self.cost),
             bound=self.bound,
             gap=self.gap,
             peak_bytes=self.peak_bytes,

@@ -154,7 +154,7 @@ class _Bisection:
         return MinBudget(
             plan=timeline.plan,
             cost=timeline.cost,
-            overhead=timeline.cost / graph.cost if graph.cost else 1.0,
+            overhead=graph.overhead(timeline.cost),
             peak_bytes=timeline.peak_bytes,
             floor_bytes=lowest.peak_bytes,
             binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
