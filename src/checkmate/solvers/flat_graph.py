@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.solvers.reductions.fold_views import may_run_again
+from checkmate.solvers.reductions.fold_views import may_run_again, reads_with_storage
 
 Ints = npt.NDArray[np.int64]
 
@@ -72,8 +71,8 @@ def flatten(problem: Problem) -> FlatGraph:
     graph = problem.graph
     count = len(graph.ops)
     kept = [value.kept for value in graph.values]
-    reads = [_reads_with_storage(graph, op.inputs) for op in graph.ops]
-    reads.append(_reads_with_storage(graph, np.flatnonzero(kept).tolist()))
+    reads = [reads_with_storage(graph, op.inputs) for op in graph.ops]
+    reads.append(reads_with_storage(graph, np.flatnonzero(kept).tolist()))
     ops = np.zeros(count + 2, dtype=OP)
     ops["cost"][:count] = [op.cost for op in graph.ops]
     ops["workspace"][:count] = [op.workspace_bytes for op in graph.ops]
@@ -132,10 +131,6 @@ def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Lists in compressed sparse rows: the start of each list and the end of the last; all entries, and one unused entry."""
     starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
     return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
-
-
-def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
-    return list(dict.fromkeys(u for v in inputs for u in (v, graph.root[v])))
 
 
 def _last_stages(overwritten: Ints, stage: Ints) -> Ints:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.reductions.fold_views import may_run_again
+from checkmate.solvers.reductions.fold_views import may_run_again, reads_with_storage
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program
@@ -36,8 +36,7 @@ class StageProgram:
         self.graph = graph = problem.graph
         self.ops = len(graph.ops)
         self.budget = problem.budget_bytes - graph.resident_bytes
-        # A view that folding left also needs its storage's owner here, which can only rule plans out.
-        self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
+        self.inputs = [reads_with_storage(graph, op.inputs) for op in graph.ops]
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for o, inputs in enumerate(self.inputs):
             for v in inputs:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -111,39 +111,34 @@ class Heuristic:
         raise NotImplementedError
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Try every setting."""
-        return _sweep(problem, session, self.choices)
+        """Offer the plans of every setting that keep the budget."""
+        from checkmate.solvers.evict.starts import target_lists
 
-
-def _sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], Iterable[Drops]]) -> Termination:
-    """Offer the plans that a heuristic finds within the budget, for every setting of its parameter."""
-    from checkmate.solvers.evict.starts import target_lists
-
-    fold = FoldViews.of(problem.graph)
-    folded = fold.apply(problem)
-    if all(op.phase == "forward" for op in folded.graph.ops):
-        return Termination(Reason.NOT_FOUND, detail="the graph has no backward ops, so there is no forward pass to cut")
-    # The lowest peak of any setting is only for the message.
-    lowest = math.inf
-    for late in target_lists(folded):
-        forward = ForwardPass(folded, late)
-        best = math.inf
-        for until in choices(forward):
-            if session.left_s() <= 0 or session.gap <= 0:
-                break
-            found = forward.schedule(until)
-            if found is None:
-                continue
-            cost, peak_bytes, order = found
-            lowest = min(lowest, peak_bytes)
-            if peak_bytes <= problem.budget_bytes and cost < best:
-                best = cost
-                session.offer(fold.invert(order))
-    if session.plan is not None:
-        return Termination(Reason.FEASIBLE)
-    limit = "time" if session.left_s() <= 0 else ""
-    detail = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
-    return Termination(Reason.NOT_FOUND, limit, detail)
+        fold = FoldViews.of(problem.graph)
+        folded = fold.apply(problem)
+        if all(op.phase == "forward" for op in folded.graph.ops):
+            return Termination(Reason.NOT_FOUND, detail="the graph has no backward ops, so there is no forward pass to cut")
+        # The lowest peak of any setting is only for the message.
+        lowest = math.inf
+        for late in target_lists(folded):
+            forward = ForwardPass(folded, late)
+            best = math.inf
+            for until in self.choices(forward):
+                if session.left_s() <= 0 or session.gap <= 0:
+                    break
+                found = forward.schedule(until)
+                if found is None:
+                    continue
+                cost, peak_bytes, order = found
+                lowest = min(lowest, peak_bytes)
+                if peak_bytes <= problem.budget_bytes and cost < best:
+                    best = cost
+                    session.offer(fold.invert(order))
+        if session.plan is not None:
+            return Termination(Reason.FEASIBLE)
+        limit = "time" if session.left_s() <= 0 else ""
+        detail = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
+        return Termination(Reason.NOT_FOUND, limit, detail)
 
 
 def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:

@@ -20,6 +20,7 @@ from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
 from checkmate.solvers.evict.profile import next_random, seeded
 from checkmate.solvers.flat_graph import Ints, flatten, rows
+from checkmate.solvers.reductions.fold_views import reads_with_storage
 
 
 def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[int]:
@@ -30,7 +31,7 @@ def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[
     """
     g = flatten(problem)
     graph, count = problem.graph, len(problem.graph.ops)
-    before = [{graph.producer[u] for v in op.inputs for u in (v, graph.root[v])} for op in graph.ops]
+    before = [{graph.producer[v] for v in reads_with_storage(graph, op.inputs)} for op in graph.ops]
     for a, b in [*g.ordered.tolist(), *g.overwritten.tolist()]:
         before[b].add(a)
     after: list[list[int]] = [[] for _ in range(count)]

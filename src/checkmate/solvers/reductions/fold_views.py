@@ -165,6 +165,14 @@ def may_run_again(folded: Problem, o: int) -> bool:
     return op.recomputable and (op.phase == "forward" or folded.recompute == "all")
 
 
+def reads_with_storage(graph: Graph, values: Iterable[int]) -> list[int]:
+    """Values that are read, and the owners of their storages, each once.
+
+    A view that folding left needs the newest instance of the owner, too. This can only rule plans out.
+    """
+    return list(dict.fromkeys(u for v in values for u in (v, graph.root[v])))
+
+
 def _holds_owner(graph: Graph, v: int) -> bool:
     """Whether keeping a value means keeping the newest instance of the value that owns its storage.
 
