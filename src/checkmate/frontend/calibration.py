@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 
 T = TypeVar("T")
+
+AIM: Final = 0.985
+"""Share of a peak to aim at, since a prediction from another plan is off by a per cent or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,7 @@ class Proportional:
         own = [(self._own(t.planned_bytes), self._own(t.needed_bytes), t.within(limit_bytes)) for t in trials]
         fitting, over = ([(planned, needed) for planned, needed, fits in own if fits is wanted] for wanted in (True, False))
         room = max(0, limit_bytes - self.resident_bytes)
-        aim = 0.985 * room  # a prediction from another plan is off by a per cent or two
+        aim = AIM * room
         full = any(needed >= aim for _, needed in fitting)
         ended = len(trials) >= self.most_trials or trials[-1].planned_bytes is None
         if ended or full or self.least_cost > self.worthwhile_cost(trials, limit_bytes):
@@ -204,7 +207,7 @@ class Proportional:
             # Two plans whose peaks differ by half a per cent of the limit count as one.
             target = min(target, (planned + above) // 2) if above - planned > 0.005 * room else None
         elif over:
-            target = min(target, int(0.985 * planned), _secant(over, aim))
+            target = min(target, int(AIM * planned), _secant(over, aim))
         return None if target is None else self.resident_bytes + target
 
     def _own(self, total_bytes: int | None) -> int:
@@ -212,17 +215,22 @@ class Proportional:
 
 
 def _secant(over: Sequence[tuple[int, int]], aim_bytes: float) -> int:
-    """Planned peak at which the line through the two smallest plans has the measured peak that is aimed at.
+    """Planned peak at which the line through the two smallest plans has the measured peak that is aimed at."""
+    smallest, *others = sorted(over)
+    planned, needed = smallest
+    high = next((other for other in others if other[0] > planned), None)
+    if high is None:
+        return planned
+    return max(0, int(planned - (needed - aim_bytes) / gain(smallest, high)))
+
+
+def gain(a: tuple[int, int], b: tuple[int, int]) -> float:
+    """Measured bytes by which a step shrinks for each planned byte, from the planned and measured peaks of two plans.
 
     The bytes that a compiler adds to a plan do not shrink with it. A constant multiple therefore underestimates smaller plans,
     trial after trial. The measured peak is taken to fall by at least a quarter of a byte for each planned byte.
     """
-    (planned, needed), *others = sorted(over)
-    high = next((other for other in others if other[0] > planned), None)
-    if high is None:
-        return planned
-    gain = (high[1] - needed) / (high[0] - planned)
-    return max(0, int(planned - (needed - aim_bytes) / max(0.25, min(1.0, gain))))
+    return max(0.25, min(1.0, (b[1] - a[1]) / (b[0] - a[0])))
 
 
 Policy = Offset | Proportional

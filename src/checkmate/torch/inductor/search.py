@@ -23,7 +23,7 @@ from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.core.validate import validate
-from checkmate.frontend.calibration import Calibration, Proportional, Trial
+from checkmate.frontend.calibration import AIM, Calibration, Proportional, Trial, gain
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
@@ -257,7 +257,7 @@ class CalibratedSearch:
             return None
         if self.trials and self.trials[-1].within(limit):
             last = self.trials[-1].outcome
-            if last.memory.peak_bytes >= 0.985 * self._predicted(last.order):
+            if last.memory.peak_bytes >= AIM * self._predicted(last.order):
                 return None  # as predicted: another search would choose the same plan
         found = self._predicted_to_fit(limit)
         if found is None or found.cost > policy.worthwhile_cost(self.trials, limit):
@@ -304,10 +304,9 @@ class CalibratedSearch:
         known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self.trials]
         if not known:
             return predicted_bytes
-        (at, needed), gain = known[-1], 1.0
-        if len(known) > 1 and known[-2][0] != at:
-            gain = (needed - known[-2][1]) / (at - known[-2][0])
-        return max(0, needed + round(max(0.25, min(1.0, gain)) * (predicted_bytes - at)))
+        at, needed = known[-1]
+        shrinks = gain(*known[-2:]) if len(known) > 1 and known[-2][0] != at else 1.0
+        return max(0, needed + round(shrinks * (predicted_bytes - at)))
 
     def _predicted(self, order: tuple[int, ...]) -> int:
         return predicted_peak(self.chains, order)
