@@ -61,8 +61,8 @@ def parse_percentage(text: str) -> float:
     number, unit = _split(text)
     if unit != "%":
         raise UnitError(f"cannot read {text!r} as a share", hint=_HINT)
-    if number > (most := 100_000):
-        raise UnitError(f"{text!r} is more than {most}%", hint="give 100%, which keeps everything, or less")
+    if number > 100_000:
+        raise UnitError(f"{text!r} is more than 100000%", hint="give 100%, which keeps everything, or less")
     return number
 
 

@@ -52,7 +52,7 @@ class CommonOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """Which plan to look for.
+    """The budget of a plan, and the way to look for it.
 
     Attributes:
         budget: The most memory that a step may need, everything included; None keeps everything.

@@ -58,7 +58,7 @@ CapturedT = TypeVar("CapturedT", bound=HasGraph)
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Which ops may run piece by piece."""
+    """The ops that may run piece by piece."""
 
     exact: bool  # results must have the bits of the whole ops
     allows: Allows = lambda op: True

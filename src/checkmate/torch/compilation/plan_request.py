@@ -92,7 +92,7 @@ class PlanRequest:
 
     @property
     def in_pieces(self) -> Callable[[fx.Node], bool] | None:
-        """Which ops run piece by piece under Inductor, in regions that compute nothing twice; None if none may."""
+        """The ops that run piece by piece under Inductor, in regions that compute nothing twice; None if none may."""
         return self._allowed_in_pieces() if self._options.chunking == "auto" else None
 
     def _allowed_in_pieces(self) -> Callable[[fx.Node], bool] | None:

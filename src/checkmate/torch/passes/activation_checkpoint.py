@@ -33,7 +33,7 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
     that cannot be recomputed: of ops with the policy "must save", of ops with side effects, of ops that read a storage that the
     step overwrites, and of higher-order ops.
 
-    Which backward op belongs to which region follows from ``seq_nr``. Autograd numbers the nodes of its graph in the order of
+    The region of a backward op follows from ``seq_nr``. Autograd numbers the nodes of its graph in the order of
     creation; AOTAutograd writes that number on the forward op and on the backward ops of the same autograd node. A backward op
     therefore has the region of the first forward op of its number. Two cases need care:
 

@@ -196,7 +196,7 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
         if time_s is None:
             return _plan(options, variant)
-            # Plans are stored with the limit, not with the rest of it, which depends on the searches of this process.
+        # Plans are stored with the limit, not with the rest of it, which depends on the searches of this process.
         limit_s = time_s / left
         return _plan(replace(options, time_limit_s=limit_s), variant, limit_s - time_s)
 
