@@ -247,8 +247,8 @@ def test_a_stored_plan_is_read_back_in_a_moment() -> None:
     )
     problem = Problem(chain, "100%")
     cheapest(problem, Finds(order=tuple(range(count))), Limits(time_s=5))
-    began = time.perf_counter()
+    began = time.process_time()
     SEARCHES.clear()
     cheapest(problem, Finds(order=tuple(range(count))), Limits(time_s=5))
     assert not SEARCHES
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2

@@ -90,10 +90,10 @@ def test_a_file_cannot_take_memory_out_of_proportion():
         b"\x80\x04\x8d" + b"\xff" * 8 + b".",
         b"\x80\x04X\xff\xff\xff\x7f.",
     ):
-        began = time.perf_counter()
+        began = time.process_time()
         with pytest.raises(FileFormatError):
             plain_data(data)
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
 
 
 def test_damaged_files_are_refused():
