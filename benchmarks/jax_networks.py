@@ -178,43 +178,19 @@ def llama(layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) ->
     return network(parts, forward, *_tokens(batch, length, 64))
 
 
-def _conv_block(rngs: nnx.Rngs, inputs: int, outputs: int, stride: int = 1) -> dict[str, Any]:
+def _conv_block(rngs: nnx.Rngs, inputs: int, outputs: int) -> dict[str, Any]:
     block = {
-        "conv1": _conv(inputs, outputs, rngs, 3, stride),
+        "conv1": _conv(inputs, outputs, rngs),
         "norm1": _group_norm(outputs, rngs),
         "conv2": _conv(outputs, outputs, rngs),
         "norm2": _group_norm(outputs, rngs),
     }
-    return block | ({} if inputs == outputs and stride == 1 else {"skip": _conv(inputs, outputs, rngs, 1, stride)})
+    return block if inputs == outputs else block | {"skip": _conv(inputs, outputs, rngs, 1)}
 
 
 def _double(p: Any, x: jax.Array) -> jax.Array:
     x = jax.nn.relu(p["norm1"](p["conv1"](x)))
     return jax.nn.relu(p["norm2"](p["conv2"](x)))
-
-
-def _residual(p: Any, x: jax.Array) -> jax.Array:
-    y = jax.nn.relu(p["norm1"](p["conv1"](x)))
-    y = p["norm2"](p["conv2"](y))
-    return jax.nn.relu(y + (p["skip"](x) if "skip" in p else x))
-
-
-def resnet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
-    """ResNet-shaped: three stages of two residual blocks, group norms."""
-    rngs = nnx.Rngs(0)
-    widths = [width, width, 2 * width, 2 * width, 4 * width, 4 * width]
-    inputs = [width, *widths[:-1]]
-    parts = {
-        "stem": _conv(3, width, rngs),
-        "layers": [_conv_block(rngs, a, b, 1 + (a != b)) for a, b in zip(inputs, widths, strict=True)],
-        "head": nnx.Linear(widths[-1], 10, rngs=rngs),
-    }
-
-    def forward(p: Any, images: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = run(_residual, p["layers"], p["stem"](images))
-        return _cross_entropy(p["head"](x.mean((1, 2))), labels)
-
-    return network(parts, forward, _images(batch, size), jnp.arange(batch) % 10)
 
 
 def unet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
@@ -250,7 +226,6 @@ def unet(width: int = 8, size: int = 32, batch: int = 4) -> Network:
 NETWORKS: dict[str, Callable[[], Network]] = {
     "transformer": transformer,
     "unet": unet,
-    "resnet": resnet,
     "llama": llama,
 }
 

@@ -32,8 +32,8 @@ BUDGETS = ("85%", "70%", "55%", "40%", "25%")
 SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.185", "0.17", "0.14")
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
-NETWORKS = ("transformer", "unet", "resnet", "llama")
-WITHOUT_LAYERS = ("unet", "resnet")
+NETWORKS = ("transformer", "unet", "llama")
+WITHOUT_LAYERS = ("unet",)
 MOST = 4
 """Most compilations of a request."""
 WITHIN = 0.05

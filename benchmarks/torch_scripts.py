@@ -19,7 +19,7 @@ outcomes of a run with a budget are
 - not compiled: PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients. Not counted below;
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
-The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
+The promises are that at least 19 of 20 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
 Exit status 1 if one breaks.  Scripts that are not named keep their rows of the last run.
 """
 
@@ -394,7 +394,7 @@ def broken_promises(rows: dict[str, Any]) -> list[str]:
         if row[label]["outcome"] in ("silent", "hang")
     ]
     kept = counted(rows)
-    if sum(kept.values()) < len(kept) * 38 / 40:
+    if sum(kept.values()) < len(kept) * 0.95:
         broken.append(f"{sum(kept.values())} of {len(kept)} scripts keep their budgets")
     return broken
 

@@ -97,34 +97,3 @@ def reinforce() -> None:
         loss.backward()
         optimizer.step()
         log(loss)
-
-
-@script("PyTorch tutorial: DQN", "target network updated softly, gradients of chosen actions, clipping by value")
-def dqn() -> None:
-    def net() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
-
-    policy_net, target_net = net(), net()
-    target_net.load_state_dict(policy_net.state_dict())
-    policy_net, target_net = compiled(policy_net), compiled(target_net)
-    optimizer = torch.optim.AdamW(policy_net.parameters(), lr=3e-4, amsgrad=True)
-    criterion = nn.SmoothL1Loss()
-    for state in steps(torch.randn(4096, 64) for _ in range(STEPS)):
-        with torch.no_grad():
-            policy_net(state[:1]).max(1).indices.view(1, 1)
-        action, reward, next_state = torch.randint(4, (4096, 1)), torch.rand(4096), torch.randn(4096, 64)
-        non_final_mask = torch.rand(4096) > 0.1
-        state_action_values = policy_net(state).gather(1, action)
-        next_state_values = torch.zeros(4096)
-        with torch.no_grad():
-            next_state_values[non_final_mask] = target_net(next_state).max(1).values[non_final_mask]
-        loss = criterion(state_action_values, (next_state_values * 0.99 + reward).unsqueeze(1))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_value_(policy_net.parameters(), 100)
-        optimizer.step()
-        target_state, policy_state = target_net.state_dict(), policy_net.state_dict()
-        for key in policy_state:
-            target_state[key] = policy_state[key] * 0.005 + target_state[key] * 0.995
-        target_net.load_state_dict(target_state)
-        log(loss)

@@ -189,41 +189,6 @@ def dcgan() -> None:
         log(errD_real + errD_fake, errG)
 
 
-@script("pytorch/examples: vae", "loss outside, Adam, reconstructions after the epoch")
-def vae() -> None:
-    class VAE(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc21, self.fc22 = nn.Linear(784, 400), nn.Linear(400, 20), nn.Linear(400, 20)
-            self.fc3, self.fc4 = nn.Linear(20, 400), nn.Linear(400, 784)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            h1 = F.relu(self.fc1(x.view(-1, 784)))
-            mu, logvar = self.fc21(h1), self.fc22(h1)
-            z = mu + torch.randn_like(logvar) * torch.exp(0.5 * logvar)
-            return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
-
-    def loss_function(recon_x: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, logvar: torch.Tensor) -> torch.Tensor:
-        bce = F.binary_cross_entropy(recon_x, x.view(-1, 784), reduction="sum")
-        return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-
-    model = compiled(VAE())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model.train()
-    for data in steps(torch.rand(2048, 1, 28, 28) for _ in range(STEPS)):
-        optimizer.zero_grad()
-        recon_batch, mu, logvar = model(data)
-        loss = loss_function(recon_batch, data, mu, logvar)
-        loss.backward()
-        optimizer.step()
-        log(loss)
-    model.eval()
-    with torch.no_grad():
-        data = torch.rand(256, 1, 28, 28)
-        recon_batch, mu, logvar = model(data)
-        log(loss_function(recon_batch, data, mu, logvar))
-
-
 class Denoiser(nn.Module):
     """A U-Net of one level with time embeddings."""
 

@@ -86,37 +86,6 @@ def resnet(classes: int, width: int = 16) -> nn.Sequential:
     )
 
 
-@script("pytorch/examples: imagenet", "ResNet, SGD with momentum, accuracy in the loop, validation in between")
-def imagenet() -> None:
-    def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
-        with torch.no_grad():
-            _, pred = output.topk(max(topk), 1, True, True)
-            correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-            return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
-
-    model = compiled(resnet(100))
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
-    for _ in range(2):
-        model.train()
-        train_loader = [(torch.randn(32, 3, 32, 32), torch.randint(100, (32,))) for _ in range(STEPS // 2)]
-        for images, target in steps(train_loader):
-            output = model(images)
-            loss = criterion(output, target)
-            top1, top5 = accuracy(output, target, topk=(1, 5))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            log(loss, top1, top5)
-        model.eval()
-        with torch.no_grad():
-            for images, target in [(torch.randn(32, 3, 32, 32), torch.randint(100, (32,)))]:
-                output = model(images)
-                log(criterion(output, target))
-        scheduler.step()
-
-
 class VisionTransformer(nn.Module):
     """Patches, a class token and an encoder."""
 
@@ -175,28 +144,6 @@ def detection() -> None:
         log(losses)
 
 
-@script("PyTorch tutorial: knowledge distillation", "teacher under no_grad, student, loss of both outside")
-def distillation() -> None:
-    teacher, student = compiled(resnet(10, width=16)), compiled(resnet(10, width=8))
-    ce_loss = nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(student.parameters(), lr=0.001)
-    teacher.eval()
-    student.train()
-    T = 2.0
-    for inputs, labels in steps((torch.rand(32, 3, 32, 32), torch.randint(10, (32,))) for _ in range(STEPS)):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            teacher_logits = teacher(inputs)
-        student_logits = student(inputs)
-        soft_targets = F.softmax(teacher_logits / T, dim=-1)
-        soft_prob = F.log_softmax(student_logits / T, dim=-1)
-        soft_targets_loss = torch.sum(soft_targets * (soft_targets.log() - soft_prob)) / soft_prob.size(0) * T**2
-        loss = 0.25 * soft_targets_loss + 0.75 * ce_loss(student_logits, labels)
-        loss.backward()
-        optimizer.step()
-        log(loss)
-
-
 @script(
     "pytorch/vision: references/classification", "averaged model (EMA), label smoothing, mixup, clipping, evaluation of the EMA"
 )
@@ -226,43 +173,6 @@ def classification_ema() -> None:
             model_ema.eval()
             with torch.inference_mode():
                 log(criterion(model_ema(torch.rand(16, 3, 32, 32)), torch.randint(10, (16,))))
-
-
-@script("sthalles/SimCLR", "two views in one batch, GradScaler, loss outside, accuracy in the loop")
-def simclr() -> None:
-    batch_size, temperature = 24, 0.07
-    criterion = nn.CrossEntropyLoss()
-
-    def info_nce_loss(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = torch.cat([torch.arange(batch_size) for _ in range(2)], dim=0)
-        labels = (labels.unsqueeze(0) == labels.unsqueeze(1)).float()
-        features = F.normalize(features, dim=1)
-        similarity_matrix = torch.matmul(features, features.T)
-        mask = torch.eye(labels.shape[0], dtype=torch.bool)
-        labels = labels[~mask].view(labels.shape[0], -1)
-        similarity_matrix = similarity_matrix[~mask].view(similarity_matrix.shape[0], -1)
-        positives = similarity_matrix[labels.bool()].view(labels.shape[0], -1)
-        negatives = similarity_matrix[~labels.bool()].view(similarity_matrix.shape[0], -1)
-        logits = torch.cat([positives, negatives], dim=1)
-        return logits / temperature, torch.zeros(logits.shape[0], dtype=torch.long)
-
-    model = resnet(64)
-    model[-1] = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), model[-1])
-    model = compiled(model)
-    optimizer = torch.optim.Adam(model.parameters(), 0.0003, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for views in steps([torch.rand(batch_size, 3, 32, 32), torch.rand(batch_size, 3, 32, 32)] for _ in range(STEPS)):
-        images = torch.cat(views, dim=0)
-        features = model(images)
-        logits, labels = info_nce_loss(features)
-        loss = criterion(logits, labels)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        log(loss, (logits.argmax(1) == labels).float().mean())
 
 
 @script("facebookresearch/moco", "momentum encoder under no_grad inside the forward, queue in a buffer, SGD")
