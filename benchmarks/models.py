@@ -112,13 +112,13 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
     return (m for m in net.modules() if type(m).__name__ in kinds)
 
 
-def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256) -> Case:
+def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256, heads: int = 8) -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=8, n_positions=256, vocab_size=vocabulary, use_cache=False, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=max(256, length), vocab_size=vocabulary, use_cache=False,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config)
     return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, batch, length)}, tuple(net.transformer.h))
@@ -132,45 +132,53 @@ def gpt2_small() -> Case:
     return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(50257, 4, 256)}, tuple(net.transformer.h))
 
 
-def bert() -> Case:
+def transformer(layers: int, width: int, heads: int, hidden: int, **others: Any) -> dict[str, Any]:
+    """Sizes of a network, as configurations of transformers name them."""
+    named = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": hidden}
+    return named | others
+
+
+BERT = transformer(6, 256, 8, 1024, vocab_size=4096)
+
+
+def bert(batch: int = 8, length: int = 128, sizes: Any = BERT) -> Case:
     """BERT: 6 layers, width 256, dropout 0.1, 8 sequences of 128 tokens."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=8, intermediate_size=1024, vocab_size=4096)
-    net = BertForMaskedLM(config)
-    ids = _ids(4096, 8, 128)
+    net = BertForMaskedLM(BertConfig(**sizes))
+    ids = _ids(net.config.vocab_size, batch, length)
     return Case(TokenLoss(net, shift=False).train(), {"ids": ids, "mask": torch.ones_like(ids)}, tuple(net.bert.encoder.layer))
 
 
-def llama() -> Case:
+LLAMA = transformer(6, 256, 8, 768, num_key_value_heads=4, vocab_size=4096)
+
+
+def llama(batch: int = 4, length: int = 256, sizes: Any = LLAMA) -> Case:
     """Llama: 6 layers, width 256, grouped-query attention, 4 sequences of 256 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        num_hidden_layers=6, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=768,
-        vocab_size=4096, use_cache=False,
-    )  # fmt: skip
-    net = LlamaForCausalLM(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 4, 256)}, tuple(net.model.layers))
+    net = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(net.config.vocab_size, batch, length)}, tuple(net.model.layers))
 
 
-def vit() -> Case:
+VIT = transformer(12, 384, 6, 1536, image_size=96)
+
+
+def vit(batch: int = 16, sizes: Any = VIT) -> Case:
     """ViT small: 12 layers, width 384, 16 images of 96 x 96."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=384, num_hidden_layers=12, num_attention_heads=6, intermediate_size=1536, image_size=96, num_labels=1000
-    )
-    net = ViTForImageClassification(config)
-    return Case(ImageLoss(net).train(), _images(16, 96, 1000), tuple(_instances(net, "ViTLayer")))
+    net = ViTForImageClassification(ViTConfig(**sizes, num_labels=1000))
+    return Case(ImageLoss(net).train(), _images(batch, net.config.image_size, 1000), tuple(_instances(net, "ViTLayer")))
 
 
-def resnet50() -> Case:
+def resnet50(batch: int = 16, size: int = 64, **sizes: Any) -> Case:
     """ResNet-50 on 16 images of 64 x 64."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    net = ResNetForImageClassification(ResNetConfig(num_labels=1000))
-    return Case(ImageLoss(net).train(), _images(16, 64, 1000), tuple(_instances(net, "ResNetBottleNeckLayer")))
+    net = ResNetForImageClassification(ResNetConfig(num_labels=1000, **sizes))
+    blocks = _instances(net, "ResNetBottleNeckLayer")
+    return Case(ImageLoss(net).train(), _images(batch, size, 1000), tuple(blocks))
 
 
 def mobilenet_v2() -> Case:
@@ -182,10 +190,10 @@ def mobilenet_v2() -> Case:
     return Case(ImageLoss(net).train(), _images(16, 96, 1000), tuple(blocks))
 
 
-def unet() -> Case:
+def unet(batch: int = 4, size: int = 128, loss: Any = ImageLoss, **options: Any) -> Case:
     """U-Net on 4 images of 128 x 128."""
-    net = UNet()
-    return Case(ImageLoss(net).train(), _images(4, 128, 4, 128, 128), (*net.down, net.mid, *net.merge))
+    net = UNet(**options)
+    return Case(loss(net).train(), _images(batch, size, 4, size, size), (*net.down, net.mid, *net.merge))
 
 
 MODELS: dict[str, Callable[[], Case]] = {
@@ -218,8 +226,7 @@ def build(name: str) -> Case:
     if name == "gpt2_small":
         return gpt2_small()
     if name == "resnet50_32":
-        case = resnet50()
-        return Case(case.model, _images(32, 64, 1000), case.blocks)
+        return resnet50(32)
     case = MODELS[name.removesuffix(WHOLE)]()
     if name.endswith(WHOLE):
         assert isinstance(case.model, Loss)

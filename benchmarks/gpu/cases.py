@@ -6,12 +6,10 @@ run on a CPU in milliseconds. Every op has a deterministic kernel, so that bits 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+import models
 import torch
 import torch.nn.functional as F
-from models import Case, ImageLoss, Loss, TokenLoss, UNet
+from models import Case, Loss, transformer
 from torch import Tensor, nn
 
 
@@ -88,84 +86,46 @@ class Diffusion(nn.Module):
         return F.mse_loss(self.out(self.norm(x)).float(), wanted.float())
 
 
-def _language(net: Any, batch: int, length: int, blocks: Any, *, shift: bool = True) -> Case:
-    ids = torch.randint(0, net.config.vocab_size, (batch, length))
-    return Case(TokenLoss(net, shift=shift), {"ids": ids}, tuple(blocks))
-
-
-def _images(model: nn.Module, batch: int, size: int, classes: int, *target: int, blocks: Any) -> Case:
-    images = {"x": torch.randn(batch, 3, size, size), "y": torch.randint(0, classes, (batch, *target))}
-    return Case(model, images, tuple(blocks))
+LLAMA_1B = transformer(16, 2048, 32, 8192, num_key_value_heads=8)
+TINY = transformer(2, 32, 2, 64, vocab_size=256)
+TINY_LLAMA = {**TINY, "num_key_value_heads": 1}
 
 
 def gpt2(tiny: bool) -> Case:
     """GPT-2 small: 12 layers of width 768, 16 sequences of 1024 tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    batch, length = (2, 32) if tiny else (16, 1024)
-    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 32, "n_head": 2, "n_layer": 1} if tiny else {}
-    without = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    net = GPT2LMHeadModel(GPT2Config(**sizes, **without, activation_function="gelu", bos_token_id=0, eos_token_id=0))
-    return _language(net, batch, length, net.transformer.h)
-
-
-TINY = {"vocab_size": 256, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
+    return models.gpt2(1, 32, 256, 2, 32, 2) if tiny else models.gpt2(12, 768, 50257, 16, 1024, 12)
 
 
 def llama_1b(tiny: bool) -> Case:
     """The shapes of Llama 3.2 1B but for its vocabulary of 32,000: 16 layers of width 2048, 4 sequences of 2048 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    batch, length = (2, 32) if tiny else (4, 2048)
-    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 8192, "num_hidden_layers": 16}
-    heads = 1 if tiny else 8
-    net = LlamaForCausalLM(LlamaConfig(**(TINY if tiny else sizes), num_key_value_heads=heads, use_cache=False))
-    return _language(net, batch, length, net.model.layers)
+    return models.llama(2, 32, TINY_LLAMA) if tiny else models.llama(4, 2048, LLAMA_1B)
 
 
 def bert(tiny: bool) -> Case:
     """BERT large with dropout 0.1: 24 layers of width 1024, 16 sequences of 512 tokens."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    batch, length = (2, 32) if tiny else (16, 512)
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 24}
-    net = BertForMaskedLM(BertConfig(**(TINY if tiny else sizes), attention_probs_dropout_prob=0.0))
-    return _language(net, batch, length, net.bert.encoder.layer, shift=False)
+    batch, length, sizes = (2, 32, TINY) if tiny else (16, 512, transformer(24, 1024, 16, 4096))
+    return models.bert(batch, length, {**sizes, "attention_probs_dropout_prob": 0.0})
 
 
 def vit_l(tiny: bool) -> Case:
     """ViT-L/16: 24 layers of width 1024, 64 images of 224 x 224."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    batch, size, patch, width, heads, depth = (2, 16, 4, 32, 2, 2) if tiny else (64, 224, 16, 1024, 16, 24)
-    config = ViTConfig(
-        image_size=size, patch_size=patch, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
-        num_hidden_layers=depth, num_labels=1000,
-    )  # fmt: skip
-    net = ViTForImageClassification(config)
-    return _images(ImageLoss(net), batch, size, 1000, blocks=_of_kind(net, "ViTLayer"))
+    if tiny:
+        return models.vit(2, transformer(2, 32, 2, 128, image_size=16, patch_size=4))
+    return models.vit(64, transformer(24, 1024, 16, 4096, image_size=224))
 
 
 def resnet50(tiny: bool) -> Case:
     """ResNet-50 in float32 on 128 images of 224 x 224; it pools by means: the gradient of a maximum is not deterministic."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    batch, size = (2, 32) if tiny else (128, 224)
-    sizes = {"embedding_size": 4, "hidden_sizes": [16, 32], "depths": [1, 1]} if tiny else {}
-    net = ResNetForImageClassification(ResNetConfig(num_labels=1000, **sizes))
-    net.resnet.embedder.pooler = nn.AvgPool2d(3, 2, 1)
-    return _images(ImageLoss(net), batch, size, 1000, blocks=_of_kind(net, "ResNetBottleNeckLayer"))
-
-
-def _of_kind(net: nn.Module, kind: str) -> list[nn.Module]:
-    return [m for m in net.modules() if type(m).__name__ == kind]
+    small = {"embedding_size": 4, "hidden_sizes": [16, 32], "depths": [1, 1]}
+    case = models.resnet50(2, 32, **small) if tiny else models.resnet50(128, 224)
+    case.model.net.resnet.embedder.pooler = nn.AvgPool2d(3, 2, 1)  # type: ignore[union-attr]
+    return case
 
 
 def unet(tiny: bool) -> Case:
     """U-Net in float32, four levels that halve by means, on 16 images of 512 x 512."""
     batch, size, widths = (2, 16, (4, 8)) if tiny else (16, 512, (64, 128, 256, 512))
-    net = UNet(widths, pool=F.avg_pool2d)
-    return _images(PixelLoss(net), batch, size, 4, size, size, blocks=(*net.down, net.mid, *net.merge))
+    return models.unet(batch, size, PixelLoss, widths=widths, pool=F.avg_pool2d)
 
 
 def dit(tiny: bool) -> Case:
@@ -178,20 +138,14 @@ def dit(tiny: bool) -> Case:
 
 def mixtral(tiny: bool) -> Case:
     """A Mixtral of 8 layers of width 1024 with 8 experts each, 8 sequences of 1024 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    batch, length, width, hidden, experts = (2, 32, 32, 64, 4) if tiny else (8, 1024, 1024, 3584, 8)
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 1, "num_hidden_layers": 8}
-    heads = 1 if tiny else 4
-    net = LlamaForCausalLM(LlamaConfig(**(TINY if tiny else sizes), num_key_value_heads=heads, use_cache=False))
-    for layer in net.model.layers:
+    width, hidden, experts = (32, 64, 4) if tiny else (1024, 3584, 8)
+    case = models.llama(2, 32, TINY_LLAMA) if tiny else models.llama(8, 1024, transformer(8, 1024, 16, 1, num_key_value_heads=4))
+    for layer in case.blocks:
         layer.mlp = Experts(width, hidden, experts)
-    return _language(net, batch, length, net.model.layers)
+    return case
 
 
-MODELS: dict[str, Callable[[bool], Case]] = {
-    model.__name__: model for model in (gpt2, llama_1b, bert, vit_l, resnet50, unet, dit, mixtral)
-}
+CASES = {case.__name__: case for case in (gpt2, llama_1b, bert, vit_l, resnet50, unet, dit, mixtral)}
 
 FLOAT32 = ("resnet50", "unet")
 """Models that are trained in float32; the others are in bfloat16 at full size."""
@@ -200,7 +154,7 @@ FLOAT32 = ("resnet50", "unet")
 def build(name: str, device: str, tiny: bool) -> Case:
     """A model by name, the same each time, with its batch on the device."""
     torch.manual_seed(0)
-    case = MODELS[name](tiny)
+    case = CASES[name](tiny)
     dtype = torch.float32 if tiny or name in FLOAT32 else torch.bfloat16
     model = case.model.to(dtype).to(device)
 

@@ -50,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; benchmarks/gpu/results for a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="limit of a part")
-    parser.add_argument("--again", action="store_true", help="also run parts whose results are there")
-    parser.add_argument("--list", action="store_true", help="list the parts and whether they are done")
     parser.add_argument("--here", action="store_true", help="run parts in this process, to debug")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -62,11 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(folder, options.child, measured(options.child, options))
         return 0
     chosen = chosen_parts(options.parts, parser)
-    if options.list:
-        for part in chosen:
-            known = read(folder, part)
-            print(f"{part:<24}{'not run' if known is None else 'failed' if 'failed' in known else 'done'}")
-        return 0
     found = [known_or_run(part, folder, options) for part in chosen]
     broken = [f"{part}: {line}" for part, known in zip(chosen, found, strict=True) for line in verdict(known)]
     print("\n".join(broken) or f"all promises hold in {len(chosen)} parts")
@@ -76,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def known_or_run(part: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What a part left before with this device, size and versions, or what it leaves now."""
     known = read(folder, part)
-    if known is None or options.again or "failed" in known or not same_setting(known, options):
+    if known is None or "failed" in known or not same_setting(known, options):
         return run_part(part, folder, options)
     return known
 
@@ -208,20 +201,13 @@ def beaten(variants: list[dict[str, Any]], left_out: Sequence[str] = ()) -> list
     """
     broken: list[str] = []
     for other in (v for v in variants if not v.get("ours")):
-        best = fastest_within(other["allocated_bytes"], variants, left_out)
-        if best == math.inf:
-            broken.append(f"{other['name']} takes {other['allocated_bytes']} bytes, and no plan as little")
-        elif best is not None and best > CLOCK * other["time_s"]:
-            broken.append(f"{other['name']}: {other['time_s']:.4f} s, the fastest plan at its peak {best:.4f} s")
+        peak, time_s = other["allocated_bytes"], other["time_s"]
+        best = min((v["time_s"] for v in variants if v.get("ours") and v["allocated_bytes"] <= peak), default=math.inf)
+        if best == math.inf and f"ours, {peak}: no time left" not in left_out:
+            broken.append(f"{other['name']} takes {peak} bytes, and no plan as little")
+        elif CLOCK * time_s < best < math.inf:
+            broken.append(f"{other['name']}: {time_s:.4f} s, the fastest plan at its peak {best:.4f} s")
     return broken
-
-
-def fastest_within(peak_bytes: int, variants: list[dict[str, Any]], left_out: Sequence[str]) -> float | None:
-    """Seconds of the fastest plan at a peak; infinite if no plan takes as little, None if none was tried for want of time."""
-    fitting = [v["time_s"] for v in variants if v.get("ours") and v["allocated_bytes"] <= peak_bytes]
-    if not fitting and f"ours, {peak_bytes}: no time left" in left_out:
-        return None
-    return min(fitting, default=math.inf)
 
 
 def path_of(folder: Path, part: str) -> Path:
