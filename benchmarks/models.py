@@ -112,14 +112,13 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
     return (m for m in net.modules() if type(m).__name__ in kinds)
 
 
-def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256, heads: int = 8) -> Case:
+def gpt2(layers: int = 12, width: int = 256, vocabulary: int = 4096, batch: int = 8, length: int = 256, **others: Any) -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, n_positions=max(256, length), vocab_size=vocabulary, use_cache=False,
-        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": 8, "n_positions": 256, "vocab_size": vocabulary, **others}
+    without = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, **without, bos_token_id=0, eos_token_id=0)
     net = GPT2LMHeadModel(config)
     return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, batch, length)}, tuple(net.transformer.h))
 

@@ -93,7 +93,9 @@ TINY_LLAMA = {**TINY, "num_key_value_heads": 1}
 
 def gpt2(tiny: bool) -> Case:
     """GPT-2 small: 12 layers of width 768, 16 sequences of 1024 tokens."""
-    return models.gpt2(1, 32, 256, 2, 32, 2) if tiny else models.gpt2(12, 768, 50257, 16, 1024, 12)
+    layers, width, heads, vocabulary, batch, length = (1, 32, 2, 256, 2, 32) if tiny else (12, 768, 12, 50257, 16, 1024)
+    others = {"n_head": heads, "n_positions": length, "activation_function": "gelu"}
+    return models.gpt2(layers, width, vocabulary, batch, length, **others)
 
 
 def llama_1b(tiny: bool) -> Case:
