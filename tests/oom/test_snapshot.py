@@ -65,17 +65,12 @@ def build(path):
         "state": pickle.dumps(with_state, 2),
         "ordered": pickle.dumps(collections.OrderedDict(a=1)),
         "date": pickle.dumps(datetime.date(2026, 1, 1)),
-        "set": pickle.dumps({1, 2}),
-        "frozenset": pickle.dumps(frozenset({1})),
-        "bytes": pickle.dumps(b"x"),
-        "bytearray": pickle.dumps(bytearray(b"x"), 5),
-        "buffer": pickle.dumps(pickle.PickleBuffer(b"x"), 5, buffer_callback=lambda _: False),
     }
 
 
 @pytest.mark.parametrize("name", build("x"))
 def test_a_pickle_with_objects_is_refused_and_nothing_runs(name, tmp_path):
-    """Refused before the first opcode is interpreted: no import, no call, no state."""
+    """No import, no call, no state."""
     path = tmp_path / "ran"
     with pytest.raises(FileFormatError, match="not read"):
         plain_data(build(path)[name])
