@@ -21,13 +21,13 @@ from checkmate.solvers.registry import available
 if TYPE_CHECKING:
     from checkmate.doctor import Check, Report
 
-_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED", "skipped": "skipped"}
+_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
 
 
 def doctor(
     *, device: Literal["cpu", "cuda"] | None = None, quick: bool = False, out: Path | None = None, json: terminal.Json = False
 ) -> int:
-    """Check versions, compilers, caches and solvers, and run small training steps through every path.
+    """Check versions, caches and solvers, and run small training steps through every path.
 
     Each step runs with a plan and keeping everything: its measured peak is compared with the planned one and the budget, and its
     bits with those of keeping everything. The exit code is 0 if no check failed.
