@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import check_most
+from checkmate.cli.options import Count
 from checkmate.core.errors import OptionError
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.cost.device import FORMAT, Device, device_names, load_device
@@ -88,7 +88,7 @@ def _hint(report: Report, out: Path | None) -> str:
     return "cure what failed, from the first to the last" + ("" if out else "; attach `--out doctor.json` to a bug report")
 
 
-def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: int = 10, json: terminal.Json = False) -> int:
+def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: Count = 10, json: terminal.Json = False) -> int:
     """Tell what filled the memory of a GPU, why an allocation failed, and which budget would fit. No code of the file is run.
 
     Args:
@@ -98,7 +98,6 @@ def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: 
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 10)
     log = _log(file)
     found = of_text(log) if log is not None else of_snapshot(read_snapshot(file, parse_bytes(limit)), device)
     return terminal.VerbOutput(data=_oom_data(found, file), lines=found.render(most).split("\n")).show(json)

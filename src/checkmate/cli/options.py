@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from checkmate.cli import files, terminal
 from checkmate.core.budget import Budget, keep_all_bytes
@@ -22,6 +23,9 @@ from checkmate.cost.device import load_device
 from checkmate.solvers.registry import available, made
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number from one."""
 
 
 @Parameter(name="*")
@@ -166,12 +170,6 @@ def one_word(budget: str) -> str:
         ('8GiB', '50%')
     """
     return "".join(budget.split())
-
-
-def check_most(most: int, example: int) -> None:
-    """Check the length of lists."""
-    if most < 1:
-        raise OptionError(f"--most {most} must be one or more", hint=f"give the number of lines, such as --most {example}")
 
 
 def _line(progress: Progress, unit: str) -> str:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
-import multiprocessing
-import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, Search, format_share
+from checkmate.cli.options import Amounts, Count, Search, format_share
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
@@ -52,7 +47,6 @@ def pareto(
     *,
     points: int = 12,
     search: PointSearch = PointSearch(),
-    jobs: int = 1,
     reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
     out: Path | None = None,
     json: terminal.Json = False,
@@ -63,27 +57,20 @@ def pareto(
         graph: Graph file from `checkmate capture`.
         points: Number of budgets, evenly spaced.
         search: The solver of each point, and when it stops.
-        jobs: Number of processes.
         reorder: Whether a plan can change the order of the graph.
         out: Curve file to write, plans included; by default the name comes from the graph.
         json: Print one JSON object on stdout.
     """
-    if jobs < 1:
-        raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
     amounts, chosen = Amounts.of(graph), search.chosen()
     where = out or files.beside(graph, ".curve.json")
     outputs = files.Outputs(graph)
     outputs.check(where)
-    with (
-        _isolated_processes(jobs) if jobs > 1 else nullcontext() as executor,
-        terminal.drawn("looking for the smallest peak") as say,
-    ):
+    with terminal.drawn("looking for the smallest peak") as say:
         curve = curve_of(
             amounts.graph,
             points=points,
             limits=search.limits(),
             solver=chosen,
-            executor=executor,
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
@@ -127,26 +114,6 @@ def _point(amounts: Amounts, point: CurvePoint) -> list[str]:
     ]
 
 
-@contextmanager
-def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """An executor whose processes import nothing from the current folder."""
-    before, others = os.environ.get("PYTHONSAFEPATH"), set(multiprocessing.active_children())
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
-            try:
-                yield executor
-            finally:  # an interrupted curve does not wait for unfinished solves
-                executor.shutdown(wait=False, cancel_futures=True)
-                for process in set(multiprocessing.active_children()) - others:
-                    process.terminate()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Batches:
@@ -160,8 +127,8 @@ class Batches:
     """
 
     budget: str
-    batch: int
-    large_batch: int | None = None
+    batch: Count
+    large_batch: Count | None = None
     max_overhead: str = ONE_EXTRA_FORWARD
 
     def graphs(self, small: Path, large: Path | None) -> AffineGraph:
@@ -174,8 +141,6 @@ class Batches:
         first = files.load(small, Graph)
         if large is not None and self.large_batch is not None:
             return AffineGraph(first, self.batch, files.load(large, Graph), self.large_batch)
-        if self.batch < 1:
-            raise OptionError(f"--batch {self.batch} must be one or more", hint="give the batch size of the captured graph")
         return AffineGraph.proportional(first, self.batch)
 
     def overhead(self) -> MaxOverhead:

@@ -11,7 +11,7 @@ import msgspec
 from cyclopts import Parameter
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, check_most
+from checkmate.cli.options import Amounts, Count
 from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
@@ -23,7 +23,7 @@ from checkmate.studies.compare import compare
 from checkmate.studies.explain import explain as explanation_of
 
 
-def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int = 10, json: terminal.Json = False) -> int:
+def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Count = 10, json: terminal.Json = False) -> int:
     """List the contents of a plan's peak with reasons, the recomputed ops, and the cost of a MiB less.
 
     Args:
@@ -33,7 +33,6 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 10)
     amounts, steps = Amounts.of(graph), files.load_plan(plan)
     found = explanation_of(amounts.graph, steps, curve=None if curve is None else files.load(curve, Curve))
     return terminal.VerbOutput(
@@ -53,7 +52,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
     ).show(json)
 
 
-def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: terminal.Json = False) -> int:
+def diff(graph: Path, first: Path, second: Path, /, *, most: Count = 5, json: terminal.Json = False) -> int:
     """List the differences between two plans of one graph: peak, cost, recomputed ops and held values.
 
     Args:
@@ -63,7 +62,6 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 5)
     amounts = Amounts.of(graph)
     found = compare(amounts.graph, files.load_plan(first), files.load_plan(second))
     return terminal.VerbOutput(
