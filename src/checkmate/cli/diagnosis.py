@@ -117,7 +117,7 @@ def _log(path: Path) -> str | None:
 
 
 def _oom_data(found: OutOfMemory, file: Path) -> dict[str, Any]:
-    sizes = ("requested", "missing", "total", "device_free", "outside", "allocated", "reserved", "cached", "largest_free")
+    sizes = ("requested", "missing", "total", "device_free", "allocated", "reserved", "cached", "largest_free")
     return {
         "file": str(file),
         **terminal.picked(found, "moment", "device", "cause", *(f"{size}_bytes" for size in (*sizes, "available"))),

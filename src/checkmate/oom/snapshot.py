@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     size: Bytes  # as the allocator rounds it
     requested_size: int = 0
     state: str  # "active_allocated", "active_awaiting_free" or "inactive"
-    address: int = -1  # -1 in files of PyTorch before 2.1
+    address: Bytes
     frames: Any = ()  # stack of the allocation, innermost frame first; see `frames_of`
 
 

@@ -16,7 +16,6 @@ OPTIMIZER = "optimizer: state and temporaries"
 PARAMETERS = "parameters and buffers"
 NO_STACK = "no Python stack: usually the backward"
 BEFORE = "no stack: allocated before the recording, or without stacks"
-AWAITS = "freed: another stream may still read it"
 OTHER = "other"
 
 _TORCH = re.compile(
