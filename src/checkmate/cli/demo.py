@@ -47,7 +47,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
     from checkmate.doctor import digits
 
     began = time.perf_counter()
-    with terminal.status() as say:
+    with terminal.drawn("training") as say:
         made = digits.train(budget, time_limit_s=time_limit, say=say)
         outcome = outcome_of(made) | {"elapsed_s": round(time.perf_counter() - began, 1)}
         outputs.save((_page(made, outcome).encode(), report))

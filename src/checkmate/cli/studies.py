@@ -22,7 +22,7 @@ from checkmate.core.units import format_bytes
 from checkmate.regions import choose_policy
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
-from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
+from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch
 from checkmate.studies.max_batch import max_batch as largest_batch
 from checkmate.studies.pareto import pareto as curve_of
 
@@ -129,7 +129,7 @@ class Batches:
     budget: str
     batch: Count
     large_batch: Count | None = None
-    max_overhead: str = ONE_EXTRA_FORWARD
+    max_overhead: float | Literal["one extra forward"] = ONE_EXTRA_FORWARD
 
     def graphs(self, small: Path, large: Path | None) -> AffineGraph:
         """The step at any batch size."""
@@ -143,29 +143,6 @@ class Batches:
             return AffineGraph(first, self.batch, files.load(large, Graph), self.large_batch)
         return AffineGraph.proportional(first, self.batch)
 
-    def overhead(self) -> MaxOverhead:
-        """The limit on the cost."""
-        if self.max_overhead == ONE_EXTRA_FORWARD:
-            return ONE_EXTRA_FORWARD
-        try:
-            return float(self.max_overhead)
-        except ValueError:
-            raise OptionError(
-                f"--max-overhead {self.max_overhead!r} is neither a number nor {ONE_EXTRA_FORWARD!r}",
-                hint="give a factor, such as 1.25 for a quarter more",
-            ) from None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class BatchSearch(Search):
-    """The solver, and when it stops.
-
-    Attributes:
-        time_limit: Time limit in seconds of wall time, for all solves together.
-        gap: Optimality gap at which the last solve stops.
-    """
-
 
 def max_batch(
     small: Path,
@@ -173,7 +150,7 @@ def max_batch(
     /,
     *,
     batches: Batches,
-    search: BatchSearch = BatchSearch(),
+    search: Search = Search(),
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
@@ -197,7 +174,7 @@ def max_batch(
         found = largest_batch(
             graph_at,
             budget_bytes=batches.budget,
-            max_overhead=batches.overhead(),
+            max_overhead=batches.max_overhead,
             limits=search.limits(),
             solver=search.chosen(),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
@@ -211,7 +188,7 @@ def _batch_found(
     amounts: Amounts, batches: Batches, search: Search, found: MaxBatch, graph: Graph, paths: tuple[Path, Path]
 ) -> terminal.VerbOutput:
     result, proven, keep_all = found.result, found.batch == found.upper_bound, keep_all_bytes(graph)
-    limit = batches.overhead()
+    limit = batches.max_overhead
     row = [str(found.batch), format_bytes(result.peak_bytes), f"{result.overhead:.3f}x", str(found.upper_bound)]
     exact = "this is the largest" if proven else f"none above {found.upper_bound} is possible"
     return terminal.VerbOutput(

@@ -55,44 +55,18 @@ def residual_network(channels: int, width: int, blocks: int) -> nn.Module:
 
 
 class _Attention(nn.Module):
-    """Causal attention by one kernel, or attention that stores its matrix of weights, by far the largest tensor."""
+    """Attention that stores its matrix of weights, by far the largest tensor."""
 
-    def __init__(self, width: int, *, fused: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads, self.fused = 4, fused
+        self.heads = 4
         self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         query, key, value = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        if self.fused:
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            attended = torch.softmax(query @ key.transpose(-1, -2) * (self.heads / width) ** 0.5, -1) @ value
+        attended = torch.softmax(query @ key.transpose(-1, -2) * (self.heads / width) ** 0.5, -1) @ value
         return self.outputs(attended.transpose(1, 2).reshape(batch, length, width))
-
-
-class _Decoder(nn.Module):
-    """A language model whose head shares its weight with the embedding."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.attentions = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), _Attention(width, fused=True)) for _ in range(layers))
-        self.mlps = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
-            )
-            for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
-            x = x + attention(x)
-            x = x + mlp(x)
-        return F.linear(self.norm(x), self.embedding.weight)
 
 
 def convolutions(scale: int) -> Example:
@@ -101,20 +75,23 @@ def convolutions(scale: int) -> Example:
 
 
 def transformer(scale: int) -> Example:
-    """A decoder with attention, dropout and a tied head; the scale multiplies width, length and vocabulary."""
-    vocabulary, length = 256 * scale, 64 * scale
+    """A language model with attention and dropout; the scale multiplies width, length and vocabulary."""
+    vocabulary, length, width = 256 * scale, 64 * scale, 64 * scale
     tokens = torch.randint(vocabulary, (4, length))
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation="gelu", batch_first=True, norm_first=True)
+    layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(vocabulary, width), layers, nn.LayerNorm(width), nn.Linear(width, vocabulary))
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Example(_Decoder(3, 64 * scale, vocabulary), loss, (tokens, tokens.roll(-1, 1)))
+    return Example(model, loss, (tokens, tokens.roll(-1, 1)))
 
 
 def attention_matrix(scale: int) -> Example:
     """Attention that stores its matrix of weights, the largest tensor; the scale multiplies width and length."""
     x = torch.randn(8, 128 * scale, 32 * scale)
-    return Example(_Attention(32 * scale, fused=False), F.mse_loss, (x, torch.randn_like(x)))
+    return Example(_Attention(32 * scale), F.mse_loss, (x, torch.randn_like(x)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,12 +165,11 @@ def pareto_curve(ax: Axes, graph: Graph, curve: Curve, *, chosen: Timeline | Non
     return _finished(ax, title)
 
 
-def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
-    """Render a figure as one SVG element with a transparent background and the text colour of its surroundings.
+def themed_svg(figure: Figure) -> str:
+    """Render a figure as one SVG element with a transparent background, whose text is legible in a light and in a dark theme.
 
     Args:
         figure: The figure; its text, ticks and spines get the theme's colour.
-        standalone: Whether the SVG includes both themes; without them it uses the colour of the HTML page around it.
 
     Returns:
         The SVG element; the same figure gives the same text.
@@ -189,9 +188,8 @@ def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace(ink, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    if standalone:
-        theme = "svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d0d7de } }"
-        text = re.sub(r"(<svg[^>]*>)", lambda match: f"{match[1]}<style>{theme}</style>", text, count=1)
+    theme = "svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d0d7de } }"
+    text = re.sub(r"(<svg[^>]*>)", lambda match: f"{match[1]}<style>{theme}</style>", text, count=1)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 

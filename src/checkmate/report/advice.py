@@ -38,26 +38,18 @@ def next_budgets(
     def plan(budget: str, more: str = "") -> Markup:
         return Markup("<pre>checkmate plan {} --budget {}{}</pre>").format(file, budget, more)
 
-    least = floor(graph)
-    overhead = graph.overhead(timeline.cost)
-    expensive = 1.2  # overhead above which to try more memory
-    lower = [] if curve is None else [point for point in curve.points if point.peak_bytes < peak]
+    least, overhead = floor(graph), graph.overhead(timeline.cost)
     if peak >= keep_all_bytes:
         yield Markup("This plan saves no memory. Try a smaller budget: {}").format(plan("50%"))
-    elif lower and overhead < expensive:
-        point = next((point for point in lower if point.overhead <= expensive), lower[-1])
-        yield Markup("The curve above has a plan in {} for {:.3f} times the cost of computing every op once: {}").format(
-            format_bytes(point.peak_bytes), point.overhead, plan(format_at_least(point.budget_bytes))
+    elif overhead >= 1.2:
+        more = format_at_least((peak + keep_all_bytes) // 2)
+        yield Markup("This plan takes {:.2f} times the cost of computing every op once. A larger budget costs less: {}").format(
+            overhead, plan(more)
         )
     elif overhead <= 1.05 and peak > least.peak_bytes:
-        middle = format_at_least((peak + least.peak_bytes) // 2)
+        less = format_at_least((peak + least.peak_bytes) // 2)
         yield Markup("This plan costs only {:.1%} more than keeping everything. Try a smaller budget: {}").format(
-            overhead - 1, plan(middle)
-        )
-    elif overhead >= expensive:
-        middle = format_at_least((peak + keep_all_bytes) // 2)
-        yield Markup("This plan takes {:.2f} times the cost of computing every op once. A larger budget costs less: {}").format(
-            overhead, plan(middle)
+            overhead - 1, plan(less)
         )
     yield Markup("No plan of this step needs less than {}: {}. Below that, only a smaller batch or model helps.").format(
         format_bytes(least.peak_bytes), least.why
