@@ -139,7 +139,6 @@ OVERWRITES = {
     "report-graph": ("report", "chain.graph.json", "made.plan.json", "--out", "chain.graph.json"),
     "report-plan": ("report", "chain.graph.json", "made.plan.json", "--out", "made.plan.json"),
     "report-trace": ("report", "chain.graph.json", "made.plan.json", "--perfetto", "made.plan.json"),
-    "report-snapshot": ("report", "chain.graph.json", "made.plan.json", "--memory-viz", "made.plan.json"),
     "capture": ("capture", "model.py:build", "--out", "model.py"),
     "capture-module": ("capture", "model:build", "--out", "model.py"),
     "fits": ("fits", "model.py:build", "--device", "H100", "--out", "model.py"),

@@ -7,14 +7,12 @@ import random
 
 import pytest
 
-from checkmate import FileFormatError, OptionError, parse_bytes, simulate
+from checkmate import FileFormatError, OptionError, parse_bytes
 from checkmate.oom import OutOfMemory, of_snapshot, of_text, read_oom, read_snapshot, stacks
 from checkmate.oom.replay import moment_of
 from checkmate.oom.snapshot import Event, Segment, Snapshot, frames_of
-from checkmate.report import memory_snapshot
 from tests.growth import MOST, growth
 from tests.oom.recording import BASE, FORWARD, MIB, OPTIMIZER, PARAMETERS, TORCH, Recording, failed_run, stack
-from tests.plot.graphs import AGAIN, chain, plan
 
 NEW = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.15 GiB of which 1.00 GiB is free. "
@@ -218,17 +216,6 @@ def test_the_device_is_that_of_the_error(tmp_path):
     assert of_snapshot(snapshot, 0).allocated_bytes == 500 * MIB
     with pytest.raises(OptionError, match="nothing of device 2"):
         of_snapshot(snapshot, 2)
-
-
-@pytest.mark.parametrize("name", ["chain"])
-def test_the_snapshot_of_a_plan_is_read(name, tmp_path):
-    """What `checkmate report --memory-viz` writes is read here: reader and writer share their types."""
-    graph, found = chain(), plan(AGAIN)
-    path = tmp_path / f"{name}.pickle"
-    path.write_bytes(pickle.dumps(memory_snapshot(graph, found)))
-    read_back = of_snapshot(read_snapshot(path))
-    assert read_back.allocated_bytes == simulate(graph, found).peak_bytes
-    assert {holder.kind for holder in read_back.by_kind()} >= {"activations: of a plan", "gradients: of a plan"}
 
 
 def test_the_text_of_an_error():

@@ -41,8 +41,8 @@ class Moment:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments; bytes in use if the snapshot has no segments, like the snapshot of a plan."""
-        return max(self.allocated_bytes, sum(size for _, size in self.segments))
+        """Bytes of all segments."""
+        return sum(size for _, size in self.segments)
 
     @property
     def largest_free_bytes(self) -> int:

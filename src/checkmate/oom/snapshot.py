@@ -1,4 +1,4 @@
-"""The format of `torch.cuda.memory._snapshot`: the reader checks it, and `checkmate.report` writes it.
+"""The parts of `torch.cuda.memory._snapshot` that are read, and a reader that checks them.
 
 A pickle can run any program when it is loaded, by the names in it. The reader looks up no name.
 """
@@ -32,7 +32,6 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a segment."""
 
     size: Bytes  # as the allocator rounds it
-    requested_size: int = 0
     state: str  # "active_allocated", "active_awaiting_free" or "inactive"
     address: Bytes
     frames: Any = ()  # stack of the allocation, innermost frame first; see `frames_of`
@@ -44,14 +43,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     device: int = 0
     address: Bytes
     total_size: Bytes
-    allocated_size: Bytes = 0
-    active_size: Bytes = 0
-    requested_size: int = 0
-    stream: int = 0
-    segment_type: str = "large"
     is_expandable: bool = False
-    segment_pool_id: tuple[int, int] = (0, 0)
-    frames: Any = ()
     blocks: list[Block]  # in the order of their addresses
 
 
@@ -61,8 +53,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     action: str  # alloc, free_requested, free_completed, oom, snapshot, or segment_ and alloc, free, map or unmap
     addr: Bytes = 0
     size: Bytes = 0
-    stream: int = 0
-    time_us: int = 0
     device_free: Bytes | None = None  # only for "oom"
     frames: Any = None  # as in a block; None if stacks were not recorded
 
@@ -72,8 +62,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     segments: list[Segment]
     device_traces: list[list[Event]] = []  # the latest events of each device
-    allocator_settings: dict[str, Any] = {}
-    external_annotations: list[Any] = []
 
 
 def read_snapshot(path: str | os.PathLike[str], limit_bytes: int = 2 << 30) -> Snapshot:
