@@ -88,9 +88,8 @@ def test_rounding_is_not_a_fault_and_a_wrong_number_is():
 
 def test_an_examination_is_green(monkeypatch):
     """On a machine where everything holds, every check is made and none fails."""
-    pieces = dataclasses.replace(next(path for path in PATHS if path.pieces), **QUICK)
     loop, whole = (StepPath(name=name, build=small, **{name: True}, **QUICK) for name in ("plain", "whole"))
-    monkeypatch.setattr(steps, "PATHS", (loop, whole, pieces, StepPath(name="Inductor", build=small, compiler="inductor")))
+    monkeypatch.setattr(steps, "PATHS", (loop, whole, StepPath(name="Inductor", build=small, compiler="inductor")))
     seen: list[str] = []
     report = examine("cpu", quick=True, on_check=lambda check: seen.append(check.name))
     holds(report)
@@ -98,7 +97,6 @@ def test_an_examination_is_green(monkeypatch):
     assert {"name", "torch", "stores", "solvers", "device"} <= set(seen)
     assert "Inductor" not in seen
     assert report.as_json()["format"] == "checkmate.doctor/1"
-    assert next(check for check in report.checks if check.name == pieces.name).figures["in_pieces"]
 
 
 def holds(report: Report) -> None:
@@ -106,7 +104,7 @@ def holds(report: Report) -> None:
     assert [c for c in report.checks if c.verdict == "failed"] == []
     assert report.holds
     ran = [check.figures for check in report.checks if "measured_bytes" in check.figures]
-    assert len(ran) >= 3
+    assert len(ran) >= 2
     for figures in ran:
         assert figures["measured_bytes"] <= figures["budget_bytes"] < figures["keep_all_bytes"]
         assert figures["identical"]

@@ -11,14 +11,11 @@ from typing import Any, Final
 
 import torch
 
-import checkmate.torch
-from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.units import format_bytes
 from checkmate.doctor.checks import REPORT, Check
 from checkmate.doctor.training import (
     Example,
     Trained,
-    attention_matrix,
     convolutions,
     equal_bits,
     equal_up_to_rounding,
@@ -37,11 +34,10 @@ class StepPath:
 
     name: str
     build: Callable[[int], Example]  # makes the model at a scale
-    budget: str = "50%"  # a share of the step; for pieces, of the floor of whole ops: whole ops cannot keep it
+    budget: str = "50%"
     compiler: Compiler = "eager"
     whole: bool = False  # whether the optimizer's updates are in the step; otherwise gradients are compared
     plain: bool = False
-    pieces: bool = False
     planning_s: float = 2.0  # the models are small, and plans need not be optimal
     timed_steps: int = 5  # the fastest counts
 
@@ -49,7 +45,6 @@ class StepPath:
 PATHS: Final = (
     StepPath(name="convolutions", build=convolutions, plain=True),
     StepPath(name="whole step", build=transformer, whole=True),
-    StepPath(name="in pieces", build=attention_matrix, budget="60%", pieces=True),
     StepPath(name="Inductor", build=transformer, compiler="inductor"),
 )
 
@@ -74,15 +69,7 @@ def check_path(path: StepPath, device: str) -> Check:
 
 
 def _check(path: StepPath, device: str) -> Check:
-    budget = _share_of_floor(path, device) if path.pieces else path.budget
-    keep_all = run(path, device, None)
-    try:
-        planned = run(path, device, budget)
-    except (InfeasibleBudgetError, PlanNotFoundError) as error:
-        if not path.pieces:
-            raise
-        detail = f"no piece of the attention keeps every bit with the kernels of this device: {error.message}"
-        return Check(path.name, "note", detail, 'use chunking="auto", which changes last bits')
+    keep_all, planned = run(path, device, None), run(path, device, path.budget)
     inductor, result = path.compiler == "inductor", planned.result
     if inductor and not any("compiled by Inductor" in remark for remark in result.remarks):
         detail = "no step that Inductor compiled kept the budget: the eager compiler took over, as the documentation says"
@@ -92,18 +79,24 @@ def _check(path: StepPath, device: str) -> Check:
     planned_bytes = None if inductor else eager_bytes  # Inductor decides on stored values
     kept = promises(planned, keep_all, planned_bytes)
     figures = _figures(path, planned, keep_all, planned_bytes, kept)
-    within = f"measured {format_bytes(planned.peak_bytes)} within {format_bytes(result.budget_bytes)}"
+    measured, budget = format_bytes(planned.peak_bytes), format_bytes(result.budget_bytes)
     excuse = "" if kept["identical"] or device != "cuda" else _excuse(path, planned, keep_all)
     if excuse:
         kept["identical"], figures["identical"] = True, None
     if faults := [_FAULTS[name] for name, holds in kept.items() if not holds]:
         expandable = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower the budget by the difference"
-        told = within if planned_bytes is None else f"{within}, planned {format_bytes(planned_bytes)}"
+        told = f"measured {measured} of {budget}" + ("" if planned_bytes is None else f", planned {format_bytes(planned_bytes)}")
         cure = expandable if device == "cuda" and kept["identical"] else REPORT
         return Check(path.name, "failed", f"{'; '.join(faults)} ({told})", cure, figures)
     if excuse:
-        return Check(path.name, "note", f"{within}, bits {excuse}", 'use compiler="eager" for equal bits', figures)
-    return Check(path.name, "ok", f"{within}, bits equal", figures=figures)
+        return Check(
+            path.name,
+            "note",
+            f"measured {measured} within {budget}, bits {excuse}",
+            'use compiler="eager" for equal bits',
+            figures,
+        )
+    return Check(path.name, "ok", f"measured {measured} within {budget}, bits equal", figures=figures)
 
 
 def _excuse(path: StepPath, planned: Trained, keep_all: Trained) -> str:
@@ -133,7 +126,7 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def run(path: StepPath, device: str, budget: str | int | None) -> Trained:
+def run(path: StepPath, device: str, budget: str | None) -> Trained:
     """Train some steps, measure the next one, and time more; no budget keeps everything."""
     example = _built(path, device)
     optimizer = torch.optim.AdamW(example.model.parameters(), lr=1e-3) if path.whole else None
@@ -152,18 +145,6 @@ def _built(path: StepPath, device: str) -> Example:
     example = path.build(4 if device == "cuda" else 1)
     x, y = example.batch
     return Example(example.model.to(device), example.loss, (x.to(device), y.to(device)))
-
-
-def _share_of_floor(path: StepPath, device: str) -> int:
-    """A share of the floor for plans of whole ops, which the error for a smaller budget reports."""
-    example = _built(path, device)
-    try:
-        checkmate.torch.compile(
-            example.model, example.loss, example=example.batch, budget=1, chunking="off", time_limit_s=path.planning_s
-        )
-    except InfeasibleBudgetError as refused:
-        return int(float(path.budget.rstrip("%")) / 100 * refused.floor_bytes)
-    raise AssertionError("a budget of one byte was kept")
 
 
 def _figures(
@@ -185,5 +166,4 @@ def _figures(
         "keep_all_s": keep_all_s,
         "keep_all_ops_s": keep_all.result.cost / 1e9,
         "planning_s": round(planned.compiling_s, 1),
-        "in_pieces": any("in pieces" in remark for remark in planned.result.remarks),
     }

@@ -54,21 +54,6 @@ def residual_network(channels: int, width: int, blocks: int) -> nn.Module:
     return nn.Sequential(*stem, *(_Block(width) for _ in range(blocks)), *head)
 
 
-class _Attention(nn.Module):
-    """Attention that stores its matrix of weights, by far the largest tensor."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = 4
-        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        query, key, value = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        attended = torch.softmax(query @ key.transpose(-1, -2) * (self.heads / width) ** 0.5, -1) @ value
-        return self.outputs(attended.transpose(1, 2).reshape(batch, length, width))
-
-
 def convolutions(scale: int) -> Example:
     """Residual convolutions with BatchNorm and dropout, at a width of 16 times the scale."""
     return Example(residual_network(3, 16 * scale, 2), F.cross_entropy, (torch.randn(16, 3, 24, 24), torch.randint(10, (16,))))
@@ -86,12 +71,6 @@ def transformer(scale: int) -> Example:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return Example(model, loss, (tokens, tokens.roll(-1, 1)))
-
-
-def attention_matrix(scale: int) -> Example:
-    """Attention that stores its matrix of weights, the largest tensor; the scale multiplies width and length."""
-    x = torch.randn(8, 128 * scale, 32 * scale)
-    return Example(_Attention(32 * scale), F.mse_loss, (x, torch.randn_like(x)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
