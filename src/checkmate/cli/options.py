@@ -135,21 +135,17 @@ class Amounts:
 
     def budget(self, budget_bytes: int, asked: Budget | None = None) -> str:
         """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
-        return described(budget_bytes, self.keep_all_bytes, asked)
+        if asked is not None and asked.is_share:
+            return asked.describe(budget_bytes, self.keep_all_bytes)
+        budget, keep_all = format_bytes(budget_bytes), format_bytes(self.keep_all_bytes)
+        if budget_bytes > self.keep_all_bytes:
+            return f"{budget}, more than the {keep_all} that keeping everything needs"
+        share = format_share(budget_bytes / max(1, self.keep_all_bytes))
+        return f"{budget}, {share} of the {keep_all} that keeping everything needs"
 
     def cost(self, cost: float) -> str:
         """A cost with its unit."""
         return format_cost(cost, self.graph.cost_unit)
-
-
-def described(budget_bytes: int, keep_all_bytes: int, asked: Budget | None = None) -> str:
-    """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
-    if asked is not None and asked.is_share:
-        return asked.describe(budget_bytes, keep_all_bytes)
-    budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
-    if budget_bytes > keep_all_bytes:
-        return f"{budget}, more than the {keep_all} that keeping everything needs"
-    return f"{budget}, {100 * budget_bytes / max(1, keep_all_bytes):.1f}% of the {keep_all} that keeping everything needs"
 
 
 def format_share(share: float | None, digits: int = 1) -> str:

@@ -271,7 +271,7 @@ def regions(
     problem = Problem(amounts.graph, budget)
     with terminal.drawn("choosing regions to checkpoint"):
         if plan is not None:
-            planned = evaluate(amounts.graph, files.load_plan(plan))
+            planned = evaluate(amounts.graph, files.load_planned(plan)[0])
         else:
             limits = Limits(time_s=choice.time_limit / 2, seed=choice.seed, threads=choice.threads)
             planned = solve(problem, limits=limits, raise_on_failure=False)

@@ -30,7 +30,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Coun
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    amounts, steps = Amounts.of(graph), files.load_plan(plan)
+    amounts, steps = Amounts.of(graph), files.load_planned(plan)[0]
     found = explanation_of(amounts.graph, steps, curve=None if curve is None else files.load(curve, Curve))
     return terminal.VerbOutput(
         data={
@@ -60,7 +60,7 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: Count = 5, json: te
         json: Print one JSON object on stdout, with the complete lists.
     """
     amounts = Amounts.of(graph)
-    found = compare(amounts.graph, files.load_plan(first), files.load_plan(second))
+    found = compare(amounts.graph, files.load_planned(first)[0], files.load_planned(second)[0])
     return terminal.VerbOutput(
         data={
             "graph": str(graph),
@@ -115,7 +115,7 @@ def report(
     page = html_report(
         target,
         steps,
-        against=None if against is None else files.load_plan(against),
+        against=None if against is None else files.load_planned(against)[0],
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if problem is None else problem.budget_bytes,

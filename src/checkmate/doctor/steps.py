@@ -88,15 +88,10 @@ def _check(path: StepPath, device: str) -> Check:
         told = f"measured {measured} of {budget}" + ("" if planned_bytes is None else f", planned {format_bytes(planned_bytes)}")
         cure = expandable if device == "cuda" and kept["identical"] else REPORT
         return Check(path.name, "failed", f"{'; '.join(faults)} ({told})", cure, figures)
+    told = f"measured {measured} within {budget}, bits {excuse or 'equal'}"
     if excuse:
-        return Check(
-            path.name,
-            "note",
-            f"measured {measured} within {budget}, bits {excuse}",
-            'use compiler="eager" for equal bits',
-            figures,
-        )
-    return Check(path.name, "ok", f"measured {measured} within {budget}, bits equal", figures=figures)
+        return Check(path.name, "note", told, 'use compiler="eager" for equal bits', figures)
+    return Check(path.name, "ok", told, figures=figures)
 
 
 def _excuse(path: StepPath, planned: Trained, keep_all: Trained) -> str:
