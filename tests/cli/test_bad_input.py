@@ -161,7 +161,6 @@ def test_bad_input_in_json_is_one_object(run, files, case):
 def test_near_names_are_offered(run):
     """A misspelt solver gets the nearest."""
     assert "did you mean 'local-search'" in run(*PLAN, "--solver", "local-serch").err
-    assert "hint: leave out python: the script is model.py" in run("run", "python", "model.py", "--budget", "50%").err
 
 
 @pytest.mark.parametrize(("module", "words", "extra"), [

@@ -36,7 +36,7 @@ def examined(monkeypatch):
         def examine(device, *, quick, on_check, on_start):
             for check in checks:
                 on_check(check)
-            return Report(device="cpu", machine={}, versions={}, checks=checks, warnings=(), elapsed_s=41.6)
+            return Report(device="cpu", machine=[], versions={}, checks=checks, warnings=(), elapsed_s=41.6)
 
         monkeypatch.setattr(checkmate.doctor, "examine", examine)
 

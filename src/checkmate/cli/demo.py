@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, format_share
+from checkmate.cli.options import format_share
 from checkmate.cli.targets import needs
 from checkmate.core.errors import OptionError
 from checkmate.core.units import format_bytes
@@ -52,6 +52,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         outcome = outcome_of(made) | {"elapsed_s": round(time.perf_counter() - began, 1)}
         outputs.save((_page(made, outcome).encode(), report))
     planned = made.planned.result
+    share = format_share(planned.budget_bytes / made.keep_all.result.peak_bytes)
     return terminal.VerbOutput(
         data={**outcome, "report": str(report)},
         facts=[
@@ -60,7 +61,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
                 "data",
                 f"scikit-learn's digits, {outcome['steps']} steps, trained twice in {outcome['elapsed_s']:.0f} s",
             ),
-            ("budget", Amounts(report, made.planned.graph).budget(planned.budget_bytes)),
+            ("budget", f"{format_bytes(planned.budget_bytes)}, {share} of what keeping everything needs"),
         ],
         header=("<training", "planned", "measured", "overhead", "gap", "time", "accuracy"),
         rows=_rows(made, outcome),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,20 +111,13 @@ def _are_same(a: Path, b: Path) -> bool:
 
 
 def _saved_elsewhere(data: bytes, name: str) -> str:
-    """Save bytes in a new folder, in the first of some places that takes them, and describe the place."""
-    for place in (".", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), "/var/tmp", "/dev/shm"):  # noqa: PTH111
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="checkmate-", dir=place))
-        except OSError:
-            continue
-        saved = folder / name
-        try:
-            files.write_bytes(saved, data)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
-        return f"it was saved as {saved} instead"
-    return "it could not be saved elsewhere either"
+    """Save bytes in a new folder for temporary files, and describe the place."""
+    try:
+        saved = Path(tempfile.mkdtemp(prefix="checkmate-")) / name
+        files.write_bytes(saved, data)
+    except OSError:
+        return "it could not be saved elsewhere either"
+    return f"it was saved as {saved} instead"
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -66,8 +66,6 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
     if script == "-m" and not arguments:
         raise OptionError("-m without a module", hint=hint)
     if script != "-m" and not Path(script).is_file():
-        if Path(script).name.startswith("python") and arguments:
-            hint = f"leave out {script}: the script is {arguments[0]}"
         raise OptionError(f"{script} is a folder" if Path(script).is_dir() else f"{script}: no such file", hint=hint)
 
 

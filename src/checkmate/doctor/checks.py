@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -164,19 +163,8 @@ def check_device(device: str) -> Check:
     return Check("device", "ok", detail)
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Hardware and operating system, by name."""
-    import torch
+def machine() -> list[str]:
+    """Hardware, operating system and drivers, as PyTorch describes them for its own bug reports."""
+    from torch.utils import collect_env
 
-    found: dict[str, Any] = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "platform": platform.platform(),
-    }
-    if device == "cuda":
-        gpu = torch.cuda.get_device_properties(0)
-        found["gpu"] = f"{torch.cuda.device_count()} x {gpu}"
-        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
-    return found
+    return collect_env.get_pretty_env_info().splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from logging.handlers import BufferingHandler
@@ -26,7 +26,7 @@ class Report:
     """All checks of one examination."""
 
     device: str  # type of the device that the steps ran on
-    machine: Mapping[str, Any]  # hardware and operating system, by name
+    machine: Sequence[str]  # hardware, operating system and drivers, in lines
     versions: Mapping[str, str]  # of Python, Checkmate and the packages that matter
     checks: tuple[Check, ...]  # in the order in which they were made
     warnings: tuple[str, ...]  # that Checkmate logged during the checks
@@ -65,7 +65,7 @@ def examine(
         raise OptionError(f"device={device!r} is neither 'cpu' nor 'cuda'", hint="use device='cuda' for the first GPU")
     began = time.perf_counter()
     made: list[Check] = []
-    versions, machine = checks.installed_versions(), dict[str, Any]()
+    versions, machine = checks.installed_versions(), list[str]()
 
     def examined(name: str, check: Callable[[], Check], cure: str = checks.REPORT) -> bool:
         on_start(name)
@@ -82,7 +82,7 @@ def examine(
         if usable and examined("device", lambda: checks.check_device(where)):
             from checkmate.doctor import steps
 
-            machine = checks.machine(where)
+            machine = checks.machine()
             for path in steps.PATHS:
                 if path.compiler == "eager":
                     examined(path.name, functools.partial(steps.check_path, path, where))
