@@ -39,9 +39,16 @@ def next_budgets(
         return Markup("<pre>checkmate plan {} --budget {}{}</pre>").format(file, budget, more)
 
     least, overhead = floor(graph), graph.overhead(timeline.cost)
+    expensive = 1.2  # overhead above which to try more memory
+    lower = [] if curve is None else [point for point in curve.points if point.peak_bytes < peak]
     if peak >= keep_all_bytes:
         yield Markup("This plan saves no memory. Try a smaller budget: {}").format(plan("50%"))
-    elif overhead >= 1.2:
+    elif lower and overhead < expensive:
+        point = next((point for point in lower if point.overhead <= expensive), lower[-1])
+        yield Markup("The curve above has a plan in {} for {:.3f} times the cost of computing every op once: {}").format(
+            format_bytes(point.peak_bytes), point.overhead, plan(format_at_least(point.budget_bytes))
+        )
+    elif overhead >= expensive:
         more = format_at_least((peak + keep_all_bytes) // 2)
         yield Markup("This plan takes {:.2f} times the cost of computing every op once. A larger budget costs less: {}").format(
             overhead, plan(more)
