@@ -6,6 +6,7 @@ Nothing here prints; ``checkmate doctor`` prints the checks or writes them as JS
 
 from __future__ import annotations
 
-from checkmate.doctor.checks import Check, Report, examine
+from checkmate.doctor.checks import Check
+from checkmate.doctor.examine import Report, examine
 
 __all__ = ["Check", "Report", "examine"]

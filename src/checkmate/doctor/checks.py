@@ -1,20 +1,15 @@
-"""All checks of an installation, each with its outcome as a value: packages, stores, solvers, the device, and the steps."""
+"""The outcome of a check as a value, and the checks before any step: packages, stores, solvers, and the device."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import logging
 import platform
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from logging.handlers import BufferingHandler
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from checkmate.core.errors import CheckmateError, OptionError
+from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits
@@ -32,10 +27,6 @@ DISTRIBUTION: Final = "checkmate-remat"
 TESTED_TORCH: Final = (2, 13)
 """The newest minor version in which the private names that Checkmate uses were tested."""
 REPORT: Final = "report this with the output of `checkmate doctor --json`"
-_COMPILERS = (
-    "install a C++ compiler with the headers of Python and OpenMP (`apt-get install g++ python3-dev`), or set CXX; on a GPU also "
-    "Triton and a C compiler, or set CC; compiler='eager' needs none of them"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,105 +163,8 @@ def check_device(device: str) -> Check:
     return Check("device", "ok", detail)
 
 
-def _machine() -> list[str]:
+def machine() -> list[str]:
     """Hardware, operating system and drivers, as PyTorch describes them for its own bug reports."""
     from torch.utils import collect_env
 
     return collect_env.get_pretty_env_info().splitlines()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """All checks of one examination."""
-
-    device: str  # type of the device that the steps ran on
-    machine: Sequence[str]  # hardware, operating system and drivers, in lines
-    versions: Mapping[str, str]  # of Python, Checkmate and the packages that matter
-    checks: tuple[Check, ...]  # in the order in which they were made
-    warnings: tuple[str, ...]  # that Checkmate logged during the checks
-    elapsed_s: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether no check failed."""
-        return all(check.verdict != "failed" for check in self.checks)
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as an object of JSON."""
-        return {
-            "format": "checkmate.doctor/1",
-            "holds": self.holds,
-            **asdict(self),
-            "warnings": list(self.warnings),
-            "checks": [asdict(check) for check in self.checks],
-            "elapsed_s": round(self.elapsed_s, 1),
-        }
-
-
-def examine(
-    device: str | None = None,
-    *,
-    quick: bool = False,
-    on_check: Callable[[Check], None] = lambda check: None,
-    on_start: Callable[[str], None] = lambda name: None,
-) -> Report:
-    """Check an installation: versions, stores, solvers, the device, and small training steps.
-
-    The device is ``"cpu"`` or ``"cuda"``, by default CUDA if PyTorch finds a GPU. Each check is passed to ``on_check`` as soon
-    as it is made, and its name to ``on_start`` before.
-    """
-    if device not in (None, "cpu", "cuda"):
-        raise OptionError(f"device={device!r} is neither 'cpu' nor 'cuda'", hint="use device='cuda' for the first GPU")
-    began = time.perf_counter()
-    made: list[Check] = []
-    versions, machine = installed_versions(), list[str]()
-
-    def examined(name: str, check: Callable[[], Check], cure: str = REPORT) -> bool:
-        on_start(name)
-        made.append(guarded(name, check, cure))
-        on_check(made[-1])
-        return made[-1].verdict != "failed"
-
-    with _warnings_collected() as warnings:
-        examined("name", check_name)
-        usable = examined("torch", lambda: check_torch(versions.get("torch")))
-        examined("stores", lambda: check_stores(user_stores()))
-        examined("solvers", check_solvers)
-        where = _device(device) if usable else "cpu"
-        if usable and examined("device", lambda: check_device(where)):
-            from checkmate.doctor import steps
-
-            machine = _machine()
-            for path in steps.PATHS:
-                if path.compiler == "eager":
-                    examined(path.name, functools.partial(steps.check_path, path, where))
-                elif not quick:
-                    examined(path.name, functools.partial(steps.check_path, path, where), _COMPILERS)
-    return Report(
-        device=where,
-        machine=machine,
-        versions=versions,
-        checks=tuple(made),
-        warnings=tuple(record.getMessage() for record in warnings),
-        elapsed_s=time.perf_counter() - began,
-    )
-
-
-def _device(asked: str | None) -> str:
-    import torch
-
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def _warnings_collected() -> Iterator[list[logging.LogRecord]]:
-    """Collect the warnings of this package for the report, instead of printing them among its lines."""
-    logger, handler = logging.getLogger("checkmate"), BufferingHandler(capacity=10_000)
-    handler.setLevel(logging.WARNING)
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    try:
-        yield handler.buffer
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
