@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -60,7 +61,7 @@ def train(
     model, threads = network() if model is None else model, torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def finished(doing: str, **options: object) -> tuple[Trained, float]:
+    def finished(doing: str, **options: Any) -> tuple[Trained, float]:
         mine = copy.deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.01, momentum=0.9)
         example = Example(mine, nn.CrossEntropyLoss(), (seen[0][:BATCH], seen[1][:BATCH]))
