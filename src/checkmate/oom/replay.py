@@ -41,8 +41,8 @@ class Moment:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(size for _, size in self.segments)
+        """Bytes of all segments; at least those in use, as a recording can begin after a segment."""
+        return max(self.allocated_bytes, sum(size for _, size in self.segments))
 
     @property
     def largest_free_bytes(self) -> int:
