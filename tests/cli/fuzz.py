@@ -238,7 +238,7 @@ _GRAPH = (
     "verify bad.json plan.json --budget 5.5MiB",
     "explain bad.json plan.json",
     "diff bad.json plan.json all.json",
-    "report bad.json plan.json --out out.html --perfetto out.trace --memory-viz out.pickle",
+    "report bad.json plan.json --out out.html --perfetto out.trace",
     "plan bad.json --budget 60% --solver keep-all --out out.json",
     "plan bad.json --budget 80% --time-limit 0.1 --out out.json --result out.result.json",
     "min-budget bad.json --time-limit 0.1 --out out.json",
@@ -250,7 +250,7 @@ _PLAN = (
     "verify chain.json bad.json --budget 5.5MiB",
     "explain chain.json bad.json",
     "diff chain.json plan.json bad.json",
-    "report chain.json bad.json --out out.html --perfetto out.trace --memory-viz out.pickle",
+    "report chain.json bad.json --out out.html --perfetto out.trace",
     "report chain.json plan.json --against bad.json --out out.html",
 )
 COMMANDS = {

@@ -50,7 +50,6 @@ CASES = {
     "capture-no-such-file": (("capture", "none.py:build"), "none.py: no such file"),
     "capture-no-such-module": (("capture", "no.such.module:build"), "ModuleNotFoundError"),
     "capture-no-such-function": (("capture", "model.py:biuld"), "has no function 'biuld'"),
-    "capture-two-colons": (("capture", "model.py::two"), "has two colons"),
     "run-no-such-script": (("run", "none.py", "--budget", "50%"), "none.py: no such file"),
     "run-budget-a-half": (("run", "model.py", "--budget", "0.5"), "'0.5' means 0 bytes"),
     "capture-raises": (("capture", "model.py:broken"), "raised KeyError at"),
@@ -62,17 +61,16 @@ CASES = {
     "min-budget-time": (("min-budget", "chain.graph.json", "--time-limit", "-1"), "time_s=-1.0"),
     "min-budget-no-graph": (("min-budget", "plan.json"), "holds a plan, not a graph"),
     "pareto-one-point": (("pareto", "chain.graph.json", "--points", "1"), "points=1"),
-    "pareto-no-job": (("pareto", "chain.graph.json", "--jobs", "0"), "--jobs 0"),
     "pareto-solver": (("pareto", "chain.graph.json", "--solver", "gurobi"), "there is no solver 'gurobi'"),
-    "batch-overhead": ((*BATCH, "--max-overhead", "lots"), "neither a number"),
+    "batch-overhead": ((*BATCH, "--max-overhead", "lots"), "lots"),
     "batch-overhead-below-one": ((*BATCH, "--max-overhead", "0.5"), "max_overhead=0.5"),
     "batch-not-a-number": ((*BATCH, "--max-overhead", "nan"), "max_overhead=nan"),
-    "batch-zero": (("max-batch", "chain.graph.json", "--budget", "20MiB", "--batch", "0"), "--batch 0"),
+    "batch-zero": (("max-batch", "chain.graph.json", "--budget", "20MiB", "--batch", "0"), "Must be >= 1"),
     "batch-share": (("max-batch", "chain.graph.json", "--budget", "50%", "--batch", "1"), "50%"),
     "batch-one-of-two": ((*BATCH, "--large-batch", "2"), "go together"),
     "batch-not-ascending": (("max-batch", *TWICE, "--batch", "2", "--large-batch", "2", "--budget", "1GiB"), "ascending"),
     "batch-other-graph": (("max-batch", *OTHERS, "--batch", "1", "--large-batch", "2", "--budget", "1GiB"), "12 and 1 ops"),
-    "explain-no-line": (("explain", "chain.graph.json", "plan.json", "--most", "0"), "--most 0"),
+    "explain-no-line": (("explain", "chain.graph.json", "plan.json", "--most", "0"), "Must be >= 1"),
     "explain-no-curve": (("explain", "chain.graph.json", "plan.json", "--curve", "plan.json"), "holds a plan, not a curve"),
     "explain-other-graph": (("explain", "other.graph.json", "made.plan.json"), "made for another graph"),
     "explain-broken-plan": (("explain", "chain.graph.json", "broken.plan.json"), "is not live"),
@@ -89,12 +87,12 @@ CASES = {
     "regions-other-plan": (("regions", "other.graph.json", "made.plan.json", "--budget", "5MiB"), "made for another graph"),
     "oom-no-file": (("oom", "none.pickle"), "none.pickle: No such file"),
     "oom-folder": (("oom", "."), "directory"),
-    "oom-runs-code": (("oom", "hostile.pickle"), "hostile.pickle: the pickle would import or call something"),
+    "oom-runs-code": (("oom", "hostile.pickle"), "hostile.pickle: the pickle is not read: it names posix.system"),
     "oom-other-pickle": (("oom", "list.pickle"), "list.pickle: not a memory snapshot"),
     "oom-no-error": (("oom", "foreign.json"), "no out-of-memory error of PyTorch"),
     "oom-device": (("oom", "snapshot.pickle", "--device", "3"), "nothing of device 3"),
     "oom-limit": (("oom", "snapshot.pickle", "--limit", "1KiB"), "larger than 1.00 KiB"),
-    "oom-no-line": (("oom", "snapshot.pickle", "--most", "0"), "--most 0"),
+    "oom-no-line": (("oom", "snapshot.pickle", "--most", "0"), "Must be >= 1"),
     "devices-unknown": (("devices", "H1OO"), "the nearest known one is 'H100'"),
     "devices-no-profile": (("devices", "foreign.json"), "foreign.json: not a device profile"),
     "devices-no-file": (("devices", "none.json"), "none.json: No such file"),
@@ -163,8 +161,6 @@ def test_bad_input_in_json_is_one_object(run, files, case):
 def test_near_names_are_offered(run):
     """A misspelt solver gets the nearest."""
     assert "did you mean 'local-search'" in run(*PLAN, "--solver", "local-serch").err
-    assert "hint: write --budget for --bugdet" in run("plan", "chain.graph.json", "--bugdet", "50%").err
-    assert "hint: leave out python: the script is model.py" in run("run", "python", "model.py", "--budget", "50%").err
 
 
 @pytest.mark.parametrize(("module", "words", "extra"), [

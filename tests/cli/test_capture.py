@@ -211,11 +211,12 @@ def test_a_file_that_parses_arguments_sees_none(run, tmp_path):
     (tmp_path / "needs.py").write_text(ARGUMENTS.format("required=True") + MODEL)
     done = run("capture", "needs.py:build")
     assert done.code == 2
-    assert "needs.py ended the program with exit code 2: needs.py: error: the following arguments are required: --lr" in done.err
+    assert "needs.py: error: the following arguments are required: --lr" in done.err
+    assert "needs.py ended the program with exit code 2\n" in done.err
 
 
 FAULTS = {
-    "syntax": ("def build(:\n", "raised SyntaxError at faulty.py:1", "correct the line"),
+    "syntax": ("def build(:\n", "raised SyntaxError at faulty.py:1", "correct the function"),
     "missing package": ("\nimport no_such_package.of_mine\n", "at {here}:2: No module", "pip install no_such_package\n"),
     "inside torch": (
         "import torch\ndef build():\n    return torch.nn.Linear(2, 3)(torch.ones(1, 5))\n",

@@ -28,7 +28,7 @@ CHECKS = ("within_budget", "as_planned", "identical")
 
 def test_every_promise_is_kept(trained):
     """Peak within the budget and as planned; losses and parameters the same to the last bit."""
-    outcome = demo._outcome(trained)
+    outcome = demo.outcome_of(trained)
     assert outcome["holds"] and all(outcome[name] for name in CHECKS)
     assert trained.planned.result.peak_bytes < trained.keep_all.result.peak_bytes
     assert len(trained.planned.losses) == len(trained.keep_all.losses) == outcome["steps"]
@@ -36,13 +36,13 @@ def test_every_promise_is_kept(trained):
 
 def test_each_broken_promise_is_seen(trained):
     """A demo that cannot fail shows nothing: other bits, a byte over the budget, another peak than planned."""
-    result, keep_all = trained.planned.result, trained.measured_bytes[1]
-    for name, change in {
-        "identical": {"identical": False},
-        "within_budget": {"measured_bytes": (result.budget_bytes + 1, keep_all)},
-        "as_planned": {"measured_bytes": (int(result.peak_bytes * 0.98), keep_all)},
+    planned = trained.planned
+    for name, changed in {
+        "identical": dataclasses.replace(planned, state=(planned.state[0] + 1, *planned.state[1:])),
+        "within_budget": dataclasses.replace(planned, peak_bytes=planned.result.budget_bytes + 1),
+        "as_planned": dataclasses.replace(planned, peak_bytes=int(planned.result.peak_bytes * 0.98)),
     }.items():
-        outcome = demo._outcome(dataclasses.replace(trained, **change))
+        outcome = demo.outcome_of(dataclasses.replace(trained, planned=changed))
         assert not outcome["holds"] and not outcome[name]
 
 
@@ -51,7 +51,7 @@ def test_demo_prints_the_table_and_writes_one_offline_file(run, trained, monkeyp
     monkeypatch.setattr(digits, "train", lambda *_args, **_options: trained)
     outcome = run("demo", "--out", "there/it/is")
     assert outcome.code == 0, outcome
-    assert re.search(r"^loss identical: yes", outcome.out, re.MULTILINE)
+    assert re.search(r"^yes  losses and parameters bitwise equal", outcome.out, re.MULTILINE)
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if line.startswith(("keep-all", "plan", "training")))
     page = Path("there/it/is/report.html").read_text()
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", page)
@@ -60,8 +60,8 @@ def test_demo_prints_the_table_and_writes_one_offline_file(run, trained, monkeyp
 
 def test_demo_in_json_exits_1_if_a_promise_is_broken(run, trained, monkeypatch):
     """The exit code is for scripts."""
-    over = dataclasses.replace(trained, measured_bytes=(trained.planned.result.budget_bytes + 1, 0))
-    monkeypatch.setattr(digits, "train", lambda *_args, **_options: over)
+    over = dataclasses.replace(trained.planned, peak_bytes=trained.planned.result.budget_bytes + 1)
+    monkeypatch.setattr(digits, "train", lambda *_args, **_options: dataclasses.replace(trained, planned=over))
     outcome = run("demo", "--json")
     assert outcome.code == 1
     assert outcome.json["holds"] is False

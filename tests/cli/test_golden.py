@@ -101,7 +101,7 @@ def test_diff(run, golden, planned):
 
 def test_report(run, golden, planned):
     """What was written, and how large it is."""
-    said = both(run("report", "chain.graph.json", "again.plan.json", "--perfetto", "t.json", "--memory-viz", "m.pickle"))
+    said = both(run("report", "chain.graph.json", "again.plan.json", "--perfetto", "t.json"))
     golden("report", re.sub(r"[\d.]+ KiB", "... KiB", said))
 
 

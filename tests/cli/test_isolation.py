@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ NAMES = (
 
 @pytest.mark.parametrize("words", [
     ("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0"),
-    ("pareto", "chain.graph.json", "--points", "3", "--jobs", "2"),
 ], ids=lambda words: words[0])  # fmt: skip
 def test_modules_in_the_folder_are_not_imported(tmp_path, tmp_path_factory, words):
     """A downloaded graph may lie in a folder with a `json.py`, which would run as the user."""
@@ -43,13 +41,6 @@ def test_modules_in_the_folder_are_not_imported(tmp_path, tmp_path_factory, word
     done = subprocess.run([sys.executable, command, *words], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.ran")) == []
     assert done.returncode == 0, done.stderr
-
-
-def test_the_environment_of_the_caller_stays_as_it_was(run):
-    """What isolates the processes of `pareto --jobs` is not left behind for the program that called it."""
-    before = dict(os.environ)
-    assert run("pareto", "chain.graph.json", "--points", "3", "--jobs", "2").code == 0
-    assert dict(os.environ) == before
 
 
 def test_no_interpreter_is_started_by_hand():

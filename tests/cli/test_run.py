@@ -88,7 +88,6 @@ def test_a_module_runs_by_its_name(run, scripts):
         (("--budget", "1GiB", "exits.py"), 1, "not today"),
         (("--budget", "1GiB", "plain.py"), 0, "no optimizer was made"),
         (("--budget", "1GiB", "."), 2, ". is a folder"),
-        (("train.py", "--buget", "1GiB"), 2, "write --budget instead of --buget"),
     ],
 )
 def test_what_cannot_be_done_is_said(run, scripts, words, code, said):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -79,21 +78,6 @@ def test_an_interrupted_search_keeps_the_smallest_peak_so_far(run, monkeypatch):
     monkeypatch.setattr(search, lambda _self: os.kill(os.getpid(), signal.SIGTERM))
     assert run("min-budget", "chain.graph.json", "--out", "p.json").code == 0
     assert isinstance(checkmate.read("p.json"), checkmate.Plan)
-
-
-def test_an_interrupted_curve_does_not_wait_for_other_processes(run, monkeypatch):
-    """Workers of `pareto --jobs` get no signal themselves, and may have an hour left."""
-
-    def interrupted(graph, *, executor, **_options):
-        sleeping = executor.submit(time.sleep, 600)
-        while not sleeping.running():
-            time.sleep(0.01)
-        return checkmate.pareto(graph, points=2)
-
-    monkeypatch.setattr("checkmate.cli.studies.curve_of", interrupted)
-    assert run("pareto", "chain.graph.json", "--jobs", "2", "--out", "c.json").code == 0
-    while multiprocessing.active_children():  # a join can return before the executor's thread has noted the end that it took
-        time.sleep(0.01)
 
 
 def test_a_signal_before_a_plan_exits_1(run, use):

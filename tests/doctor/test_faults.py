@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 
 from checkmate.cost.database import Database
 from checkmate.cost.store import CostStore, OpCost
-from checkmate.doctor import installation
-from checkmate.doctor.check import Check, guarded
-from checkmate.doctor.installation import Requirement
+from checkmate.doctor import checks
+from checkmate.doctor.checks import Check, guarded
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -64,14 +62,14 @@ def test_a_check_that_raises_has_failed():
 )
 def test_the_version_of_torch(installed, verdict, cure):
     """Too old fails at once, and newer than tested is a note: it may work."""
-    check = installation.check_torch(installed)
+    check = checks.check_torch(installed)
     assert check.verdict == verdict
     assert cure in check.cure
 
 
 def test_a_package_that_takes_the_name_is_found(tmp_path):
     """Others install the same import name and the same command: files of two packages in one folder are neither of them."""
-    assert installation.check_name(installation.other_owners()).verdict == "ok"
+    assert checks.check_name().verdict == "ok"
     for name, files in {
         "checkmate": {"top_level.txt": "checkmate\n"},
         "chess_tools": {"entry_points.txt": "[console_scripts]\ncheckmate = chess:main\n"},
@@ -82,7 +80,7 @@ def test_a_package_that_takes_the_name_is_found(tmp_path):
         for file, text in {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", **files}.items():
             (folder / file).write_text(text)
     sys.path.insert(0, str(tmp_path))
-    check = installation.check_name(installation.other_owners())
+    check = checks.check_name()
     sys.path.remove(str(tmp_path))
     assert check.verdict == "failed"
     assert "checkmate and chess_tools also installs" in check.detail
@@ -93,65 +91,12 @@ def test_versions_are_those_of_the_project():
     """The floor and the newest tested version are stated elsewhere too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (floor,) = (line.partition(">=")[2] for line in project["optional-dependencies"]["torch"])
-    assert installation.check_torch(floor).verdict == "ok"
+    assert checks.check_torch(floor).verdict == "ok"
     major, minor = floor.split(".")
-    assert installation.check_torch(f"{major}.{int(minor) - 1}.9").verdict == "failed"
+    assert checks.check_torch(f"{major}.{int(minor) - 1}.9").verdict == "failed"
     (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    assert installation.numbers(pinned.partition("==")[2])[:2] == installation.TESTED_TORCH
+    assert checks.numbers(pinned.partition("==")[2])[:2] == checks.TESTED_TORCH
     assert project["requires-python"] == ">=3.11"
-
-
-def test_a_package_that_is_too_old_or_missing():
-    """Core packages have to be there; those of an extra only if they are used."""
-    required = (Requirement("numpy", "2.0", ""), Requirement("highspy", "1.15", ""), Requirement("ortools", "9.15", "solvers"))
-    good, numpy, highspy = installation.check_packages({"numpy": "1.26.4"}, required)
-    assert good.detail == ""
-    assert (numpy.name, numpy.verdict, numpy.cure) == ("numpy", "failed", 'run `pip install --upgrade "numpy>=2.0"`')
-    assert (highspy.name, highspy.verdict, highspy.detail) == ("highspy", "failed", "not installed")
-    (every,) = installation.check_packages({"numpy": "2.4.1", "highspy": "1.15.1"}, required)
-    assert (every.verdict, every.detail) == ("ok", "numpy 2.4.1, highspy 1.15.1")
-
-
-def test_a_missing_compiler(environment, tmp_path):
-    """Inductor needs one, and fails in the middle of a compilation without."""
-    environment(CXX=None, PATH=str(tmp_path))
-    check = installation.check_cxx()
-    assert check.verdict == "failed"
-    assert "not found" in check.detail
-    assert "apt-get install g++" in check.cure
-    environment(CXX="/nowhere/clang++ -O1")
-    assert "CXX=/nowhere/clang++ -O1 names no program" in installation.check_cxx().detail
-
-
-def fake_compiler(folder: Path, message: str) -> Path:
-    """A program that refuses every source with a message."""
-    path = folder / "broken-g++"
-    path.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("message", "cure"),
-    [
-        ("check.cpp:2:10: fatal error: Python.h: No such file or directory", "python3-dev"),
-        ("check.cpp:3:10: fatal error: omp.h: No such file or directory", "libomp"),
-        ("error: unrecognized command line option -fopenmp", "set CXX to a compiler that knows C++17"),
-    ],
-)
-def test_a_compiler_without_headers(environment, tmp_path, message, cure):
-    """Each missing part has a package of its own."""
-    environment(CXX=str(fake_compiler(tmp_path, message)))
-    check = installation.check_cxx()
-    assert check.verdict == "failed"
-    assert cure in check.cure
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
-def test_a_compiler_that_works(environment):
-    """The check itself compiles."""
-    environment(CXX=None)
-    assert installation.check_cxx().verdict == "ok"
 
 
 @pytest.mark.parametrize("fault", ["a-file", "read-only"])
@@ -165,16 +110,10 @@ def test_a_cache_folder_that_cannot_be_written(environment, tmp_path, fault):
         if os.access(place, os.W_OK):
             place = Path("/proc/none")  # the superuser can write any folder of a disk
     environment(CHECKMATE_CACHE=str(place))
-    check = installation.check_cache_folder()
+    check = checks.check_stores(checks.user_stores())
     assert check.verdict == "failed"
-    assert "set CHECKMATE_CACHE to a" in check.cure
+    assert "set CHECKMATE_CACHE to another folder" in check.cure
     assert str(place) in check.detail
-
-
-def test_a_cache_folder_that_can_be_written(tmp_path):
-    """It is made if it does not exist, and nothing is left in it."""
-    assert installation.check_folder("cache folder", tmp_path / "a" / "b", "").verdict == "ok"
-    assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def damaged(path: Path, how: str) -> Database:
@@ -199,32 +138,23 @@ def damaged(path: Path, how: str) -> Database:
 def test_a_corrupt_store(tmp_path, how):
     """A damaged page may be one that no query of today reads."""
     path = tmp_path / "op_costs.sqlite"
-    (check,) = installation.check_stores({"cost store": damaged(path, how)})
-    assert (check.name, check.verdict) == ("cost store", "failed")
+    check = checks.check_stores([damaged(path, how)])
+    assert check.verdict == "failed"
     assert str(path) in check.detail
     assert check.cure.startswith("remove the file, or set CHECKMATE_CACHE")
 
 
 def test_intact_stores(tmp_path):
-    """One line for all of them; a store that does not exist yet is made."""
-    stores = {"costs": damaged(tmp_path / "a.sqlite", "not at all"), "plans": CostStore(tmp_path / "new.sqlite").database}
-    (check,) = installation.check_stores(stores)
-    assert (check.verdict, check.detail) == ("ok", "intact: costs, plans")
+    """A store that does not exist yet is made."""
+    stores = [damaged(tmp_path / "a.sqlite", "not at all"), CostStore(tmp_path / "new.sqlite").database]
+    assert checks.check_stores(stores).verdict == "ok"
 
 
 def test_the_engines_find_the_known_optimum():
-    """HiGHS and the compiled local search."""
-    assert installation.check_highs().verdict == "ok"
-    assert installation.check_search().verdict == "ok"
-
-
-def test_an_engine_with_a_wrong_answer_fails():
-    """A check that cannot fail checks nothing."""
-    from checkmate import KeepAll, Milp
-
-    wrong = installation.check_engine("HiGHS", Milp(), "install it anew", optimum=8)
-    assert (wrong.verdict, wrong.detail) == ("failed", "cost 9, and the optimum is 8")
-    assert installation.check_engine("HiGHS", KeepAll(), "install it anew", optimum=None).verdict == "failed"
+    """HiGHS and the compiled local search; a check that cannot fail checks nothing."""
+    assert checks.check_solvers().verdict == "ok"
+    wrong = checks.check_solvers(least_cost=8)
+    assert (wrong.verdict, wrong.detail) == ("failed", "HiGHS found a cost of 9, and the least is 8")
 
 
 def test_kernels_that_cannot_be_kept(monkeypatch):
@@ -232,6 +162,6 @@ def test_kernels_that_cannot_be_kept(monkeypatch):
     from checkmate.solvers.backends import kernels
 
     monkeypatch.setattr(kernels, "_told", ["no locator available"])
-    check = installation.check_search()
+    check = checks.check_solvers()
     assert check.verdict == "failed"
     assert "set NUMBA_CACHE_DIR" in check.cure

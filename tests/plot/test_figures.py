@@ -12,15 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from checkmate import Plan, pareto, simulate
-from checkmate.plot import (
-    computed_again,
-    memory_by_category,
-    memory_timeline,
-    pareto_curve,
-    peak_residents,
-    schedule,
-    themed_svg,
-)
+from checkmate.plot import memory_timeline, pareto_curve, schedule, themed_svg
 from tests.plot.graphs import AGAIN, KEEP_ALL, LAYERS, chain, plan
 
 
@@ -100,30 +92,6 @@ def test_svg_follows_the_theme_and_is_the_same_each_time():
     assert text == draw()
 
 
-def test_categories_are_stacked_to_what_is_held(ax):
-    """The top of the stack is the plan's memory, op by op."""
-    timeline = simulate(chain(), plan(AGAIN))
-    memory_by_category(ax, timeline, budget_bytes=6 * 2**20)
-    runs = [p for p, step in enumerate(timeline.plan.steps) if hasattr(step, "op")]
-    assert [c.get_label() for c in ax.collections] == ["resident", "activations kept", "computed again", "gradients"]
-    top = max(path.vertices[:, 1].max() for path in ax.collections[-1].get_paths())
-    assert top == timeline.peak_bytes == timeline.bytes[runs].max()
-
-
-def test_bars_at_the_peak_sum_to_it(ax):
-    """Nothing that is held is left out, however few bars there are."""
-    timeline = simulate(chain(), plan(AGAIN))
-    peak_residents(ax, timeline, most=2)
-    assert sum(bar.get_width() for bar in ax.patches) == timeline.peak_bytes
-    assert len(ax.patches) == 3
-
-
-def test_bars_of_recomputation_sum_to_its_cost(ax):
-    """What is drawn is what the plan costs beyond computing each op once."""
-    computed_again(ax, chain(), plan(AGAIN), most=2)
-    assert sum(bar.get_width() for bar in ax.patches) == simulate(chain(), plan(AGAIN)).cost - chain().cost
-
-
 def test_curve_is_drawn_at_its_points(ax):
     """Budgets and overheads are those of the curve; the plan lies at its own peak and cost."""
     curve = pareto(chain(), points=4)
@@ -136,10 +104,7 @@ def test_curve_is_drawn_at_its_points(ax):
 
 FIGURES = {
     "memory_timeline": lambda ax: memory_timeline(ax, simulate(chain(), plan(AGAIN)), budget_bytes=6 * 2**20),
-    "memory_by_category": lambda ax: memory_by_category(ax, simulate(chain(), plan(AGAIN)), budget_bytes=6 * 2**20),
     "schedule": lambda ax: schedule(ax, chain(), plan(AGAIN)),
-    "peak_residents": lambda ax: peak_residents(ax, simulate(chain(), plan(AGAIN)), most=4),
-    "computed_again": lambda ax: computed_again(ax, chain(), plan(AGAIN)),
     "pareto_curve": lambda ax: pareto_curve(ax, chain(), pareto(chain(), points=4), chosen=simulate(chain(), plan(AGAIN))),
 }
 

@@ -11,7 +11,7 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich.box import Box
 
 from checkmate.cli import demo, diagnosis, plans, steps, studies, terminal, views
-from checkmate.cli.run import arranged, misspelt
+from checkmate.cli.run import arranged
 from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
             code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
             return code if isinstance(code, int) else OK
     except MissingArgumentError as error:
-        code, kind, (message, hint) = BAD_INPUT, type(error).__name__, _missing(error, argv)
+        code, kind, (message, hint) = BAD_INPUT, type(error).__name__, _missing(error)
     except CycloptsError as error:
         code, kind, message, hint = BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage"
     except SolverError as error:
@@ -111,11 +111,10 @@ def run(argv: Sequence[str]) -> int:
     return code
 
 
-def _missing(error: MissingArgumentError, argv: Sequence[str]) -> tuple[str, str]:
+def _missing(error: MissingArgumentError) -> tuple[str, str]:
     """Message and hint for a missing argument."""
     name = "an argument" if error.argument is None else error.argument.name
     example = f"{name} {_EXAMPLES[name]}" if name in _EXAMPLES else ""
-    near = misspelt(name, argv)
     message = f"{name} is missing{f', such as {example}' if example else ''}"
     usage = f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
-    return message, f"write {name} for {near}" if near else f"add {example}" if example else usage
+    return message, f"add {example}" if example else usage

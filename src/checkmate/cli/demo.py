@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import described, format_share
+from checkmate.cli.options import format_share
 from checkmate.cli.targets import needs
 from checkmate.core.errors import OptionError
-from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem
 from checkmate.core.units import format_bytes
 from checkmate.report import PageText, html_report
-from checkmate.solvers.solve import solve
 
 if TYPE_CHECKING:
-    from checkmate.doctor.digits import Trained
+    from checkmate.doctor.digits import DigitsTraining
+
+_PROMISES = {
+    "within_budget": "measured peak within the budget",
+    "as_planned": "measured peak as planned, to 1%",
+    "identical": "losses and parameters bitwise equal",
+}
 
 
 def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, json: terminal.Json = False) -> int:
@@ -44,125 +47,89 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
     from checkmate.doctor import digits
 
     began = time.perf_counter()
-    with terminal.status() as say:
-        say("compiling the solver, once after installation")
-        _compile_solver()
-        compiled = time.perf_counter() - began
-        trained = digits.train(budget, time_limit_s=time_limit, say=say)
-        outcome = _outcome(trained) | {
-            "compiling_s": round(compiled, 1),
-            "planning_s": round(trained.planned.result.elapsed_s, 1),
-            "elapsed_s": round(time.perf_counter() - began, 1),
-        }
-        outputs.save((_page(trained, outcome).encode(), report))
-    hint = "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py"
+    with terminal.drawn("training") as say:
+        made = digits.train(budget, time_limit_s=time_limit, say=say)
+        outcome = outcome_of(made) | {"elapsed_s": round(time.perf_counter() - began, 1)}
+        outputs.save((_page(made, outcome).encode(), report))
+    planned = made.planned.result
+    share = format_share(planned.budget_bytes / made.keep_all.result.peak_bytes)
     return terminal.VerbOutput(
         data={**outcome, "report": str(report)},
-        **_text(trained, outcome),
+        facts=[
+            ("network", f"residual CNN with BatchNorm and dropout, {len(made.planned.graph.ops)} ops a step"),
+            (
+                "data",
+                f"scikit-learn's digits, {outcome['steps']} steps, trained twice in {outcome['elapsed_s']:.0f} s",
+            ),
+            ("budget", f"{format_bytes(planned.budget_bytes)}, {share} of what keeping everything needs"),
+        ],
+        header=("<training", "planned", "measured", "overhead", "gap", "time", "accuracy"),
+        rows=_rows(made, outcome),
+        lines=[
+            *(f"{'yes' if outcome[name] else 'NO':<5}{words}" for name, words in _PROMISES.items()),
+            f"{'yes':<5}no plan within the budget is more than {format_share(planned.gap, 2)} cheaper, in op costs as measured",
+        ],
         wrote=[report],
-        hint=hint,
+        hint="plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py",
         code=0 if outcome["holds"] else 1,
     ).show(json)
 
 
-def _compile_solver() -> None:
-    """Solve a small chain: planning time then excludes the one-time compilation of the solver."""
-    half = 8
-    chain = [(i, i + 1) for i in range(2 * half - 1)]
-    skips = [(half - 2 - i, half + i) for i in range(half - 1)]
-    ones = [1] * (2 * half)
-    solve(Problem(Graph.from_dag(cost=ones, size_bytes=ones, edges=chain + skips), half - 2))
+def outcome_of(made: DigitsTraining) -> dict[str, Any]:
+    """Whether each promise was kept, and the figures."""
+    from checkmate.doctor.training import promises
 
-
-def _outcome(trained: Trained) -> dict[str, Any]:
-    """Whether each guarantee was kept, and the figures."""
-    planned, keep_all = trained.planned.result, trained.keep_all.result
-    measured, measured_keep_all = trained.measured_bytes
-    checks = {
-        "within_budget": measured <= planned.budget_bytes,
-        "as_planned": abs(measured - planned.peak_bytes) <= 0.01 * planned.peak_bytes,
-        "identical": trained.identical,
-    }
+    planned, keep_all = made.planned.result, made.keep_all.result
+    kept = promises(made.planned, made.keep_all, planned.peak_bytes)
     return {
-        "holds": all(checks.values()),
-        **checks,
+        "holds": all(kept.values()),
+        **kept,
         "budget_bytes": planned.budget_bytes,
         "planned_peak_bytes": planned.peak_bytes,
-        "measured_peak_bytes": measured,
+        "measured_peak_bytes": made.planned.peak_bytes,
         "keep_all_planned_peak_bytes": keep_all.peak_bytes,
-        "keep_all_measured_peak_bytes": measured_keep_all,
-        "resident_bytes": trained.planned.graph.resident_bytes,
-        **terminal.picked(planned, "gap", "overhead"),
-        "time_ratio": trained.time_ratio,
-        "accuracy": trained.accuracy[0],
-        "keep_all_accuracy": trained.accuracy[1],
-        "steps": len(trained.planned.losses),
-        "loss": trained.planned.losses[-1],
+        "keep_all_measured_peak_bytes": made.keep_all.peak_bytes,
+        "resident_bytes": made.planned.graph.resident_bytes,
+        **terminal.picked(planned, "gap", "overhead", "solver"),
+        "time_ratio": sum(made.planned.seconds) / sum(made.keep_all.seconds),
+        "accuracy": made.accuracy[0],
+        "keep_all_accuracy": made.accuracy[1],
+        "steps": len(made.planned.losses),
+        "loss": made.planned.losses[-1],
         "status": planned.termination.reason.value,
-        "solver": planned.solver,
     }
 
 
-def _text(trained: Trained, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Facts, table and conclusions of the output."""
-    model, planned, keep_all = trained.planned.model, trained.planned.result, trained.keep_all.result
-    parameters, ops = sum(parameter.numel() for parameter in model.parameters()), len(trained.planned.graph.ops)
-    rows = [
+def _rows(made: DigitsTraining, outcome: dict[str, Any]) -> list[list[str]]:
+    return [
         [
             name,
-            format_bytes(result.peak_bytes),
-            format_bytes(measured),
-            f"{result.overhead:.3f}x",
-            format_share(result.gap, 2),
-            f"{ratio:.3f}x",
+            format_bytes(training.result.peak_bytes),
+            format_bytes(training.peak_bytes),
+            f"{training.result.overhead:.3f}x",
+            format_share(training.result.gap, 2),
+            f"{time_ratio:.3f}x",
             format_share(accuracy),
         ]
-        for name, result, measured, ratio, accuracy in (
-            ("keep-all", keep_all, trained.measured_bytes[1], 1.0, trained.accuracy[1]),
-            ("plan", planned, trained.measured_bytes[0], trained.time_ratio, trained.accuracy[0]),
+        for name, training, time_ratio, accuracy in (
+            ("keep-all", made.keep_all, 1.0, made.accuracy[1]),
+            ("plan", made.planned, outcome["time_ratio"], made.accuracy[0]),
         )
     ]
-    kept = {name: "yes" if outcome[name] else "NO" for name in ("within_budget", "as_planned", "identical")}
-    measured, budget = format_bytes(trained.measured_bytes[0]), format_bytes(planned.budget_bytes)
-    error = 100 * (trained.measured_bytes[0] / planned.peak_bytes - 1)
-    steps, tensors = outcome["steps"], len(model.state_dict())
-    return {
-        "facts": [
-            ("network", f"residual CNN, {parameters:,} parameters, BatchNorm and dropout; {ops} ops a step"),
-            ("data", f"scikit-learn's digits, {steps} steps, trained twice side by side on the CPU"),
-            ("budget", described(planned.budget_bytes, keep_all.peak_bytes)),
-        ],
-        "header": ("<training", "planned", "measured", "overhead", "gap", "time", "accuracy"),
-        "rows": rows,
-        "lines": [
-            f"within budget:  {kept['within_budget']}, {measured} measured of {budget}",
-            f"as planned:     {kept['as_planned']}, measured is {error:+.2f}% off the planned peak",
-            f"loss identical: {kept['identical']}, {steps} losses and {tensors} tensors of the model compared bit by bit",
-            f"proof:          no plan within the budget is more than {format_share(planned.gap, 2)} cheaper "
-            "(in op costs as measured)",
-            f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
-            f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
-        ],
-    }
 
 
-def _page(trained: Trained, outcome: dict[str, Any]) -> str:
+def _page(made: DigitsTraining, outcome: dict[str, Any]) -> str:
     """The page of the plan, with the measured figures next to the planned ones."""
-    planned = trained.planned
+    keep_all, plan = _rows(made, outcome)
     verdict = "Every guarantee was kept." if outcome["holds"] else "NOT every guarantee was kept."
-    yes = {True: "yes", False: "NO"}
-    rows = [
-        ["peak, measured", *(format_bytes(size) for size in reversed(trained.measured_bytes))],
-        ["time, measured", "1.000x", f"{trained.time_ratio:.3f}x"],
-        ["accuracy", *(format_share(share) for share in reversed(trained.accuracy))],
-        ["measured peak within budget", "", yes[outcome["within_budget"]]],
-        ["measured peak as planned, to 1%", "", yes[outcome["as_planned"]]],
-        ["losses and parameters bitwise equal", "", yes[outcome["identical"]]],
-    ]
     text = PageText(
         summary=f"A residual CNN was trained for {outcome['steps']} steps on scikit-learn's digits, once with the plan and once "
         f"with all activations kept, on the same batches. {verdict}",
-        facts=rows,
+        facts=[
+            *([f"{name}, measured", keep_all[k], plan[k]] for name, k in (("peak", 2), ("time", 5), ("accuracy", 6))),
+            *([words, "", "yes" if outcome[name] else "NO"] for name, words in _PROMISES.items()),
+        ],
     )
-    title = f"A training step within {format_bytes(planned.result.budget_bytes)}"
-    return html_report(planned.graph, planned.result.plan, result=planned.result, title=title, text=text)
+    result = made.planned.result
+    title = f"A training step within {format_bytes(result.budget_bytes)}"
+    return html_report(made.planned.graph, result.plan, result=result, title=title, text=text)

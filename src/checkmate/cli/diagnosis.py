@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from checkmate.cli import files, terminal
-from checkmate.cli.options import check_most
+from checkmate.cli import terminal
+from checkmate.cli.options import Count
 from checkmate.core.errors import OptionError
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.cost.device import FORMAT, Device, device_names, load_device
@@ -19,15 +19,13 @@ from checkmate.oom import OutOfMemory, of_snapshot, of_text, read_snapshot
 from checkmate.solvers.registry import available
 
 if TYPE_CHECKING:
-    from checkmate.doctor import Check, Report
+    from checkmate.doctor import Check
 
-_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED", "skipped": "skipped"}
+_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
 
 
-def doctor(
-    *, device: Literal["cpu", "cuda"] | None = None, quick: bool = False, out: Path | None = None, json: terminal.Json = False
-) -> int:
-    """Check versions, compilers, caches and solvers, and run small training steps through every path.
+def doctor(*, device: Literal["cpu", "cuda"] | None = None, quick: bool = False, json: terminal.Json = False) -> int:
+    """Check versions, caches and solvers, and run small training steps through every path.
 
     Each step runs with a plan and keeping everything: its measured peak is compared with the planned one and the budget, and its
     bits with those of keeping everything. The exit code is 0 if no check failed.
@@ -35,16 +33,12 @@ def doctor(
     Args:
         device: Where the steps run; the first GPU if PyTorch finds one, else the CPU.
         quick: Leave out the steps that Inductor compiles, which take most of the time.
-        out: File for the report as JSON, to attach to a bug report.
-        json: Print the report as one JSON object on stdout.
+        json: Print the report as one JSON object on stdout, to attach to a bug report.
     """
-    outputs = files.Outputs()
-    outputs.check(out)
     from checkmate.doctor import examine
 
-    with terminal.status() as say:
+    with terminal.drawn("checking") as say:
         report = examine(device, quick=quick, on_check=(lambda check: None) if json else _tell, on_start=say)
-    outputs.save((json_format.dumps(report.as_json(), indent=1).encode() + b"\n", out))
     rows = [_step(check) for check in report.checks if "measured_bytes" in check.figures]
     counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in _MARKS}
     told = ", ".join(f"{count} {_MARKS[verdict].lower()}" for verdict, count in counts.items() if count)
@@ -56,8 +50,7 @@ def doctor(
             "peaks with everything that is allocated; time is relative to keeping everything" if rows else "",
             f"{len(report.checks)} checks in {report.elapsed_s:.0f} s: {told}",
         ],
-        wrote=[out],
-        hint=_hint(report, out),
+        hint="" if report.holds else "cure what failed, from the first to the last; attach `doctor --json` to a bug report",
         code=0 if report.holds else 1,
     ).show(json)
 
@@ -82,13 +75,7 @@ def _step(check: Check) -> list[str]:
     ]
 
 
-def _hint(report: Report, out: Path | None) -> str:
-    if report.holds:
-        return "" if out is not None else "keep the report with `checkmate doctor --out doctor.json`"
-    return "cure what failed, from the first to the last" + ("" if out else "; attach `--out doctor.json` to a bug report")
-
-
-def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: int = 10, json: terminal.Json = False) -> int:
+def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: Count = 10, json: terminal.Json = False) -> int:
     """Tell what filled the memory of a GPU, why an allocation failed, and which budget would fit. No code of the file is run.
 
     Args:
@@ -98,7 +85,6 @@ def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: 
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 10)
     log = _log(file)
     found = of_text(log) if log is not None else of_snapshot(read_snapshot(file, parse_bytes(limit)), device)
     return terminal.VerbOutput(data=_oom_data(found, file), lines=found.render(most).split("\n")).show(json)
@@ -118,7 +104,7 @@ def _log(path: Path) -> str | None:
 
 
 def _oom_data(found: OutOfMemory, file: Path) -> dict[str, Any]:
-    sizes = ("requested", "missing", "total", "device_free", "outside", "allocated", "reserved", "cached", "largest_free")
+    sizes = ("requested", "missing", "total", "device_free", "allocated", "reserved", "cached", "largest_free")
     return {
         "file": str(file),
         **terminal.picked(found, "moment", "device", "cause", *(f"{size}_bytes" for size in (*sizes, "available"))),
@@ -158,20 +144,13 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
 
 def _device(device: Device) -> terminal.VerbOutput:
     peaks = ", ".join(f"{dtype} {_tera(peak)}" for dtype, peak in device.peak_flop_per_s.items())
-    rates = {"pcie_bytes_per_s": " one way", "host_out_bytes_per_s": "", "host_in_bytes_per_s": ""}
-    known = {field: rate for field in rates if (rate := getattr(device, field)) is not None}
+    figures = {name: value for name, value in _profile(device).items() if isinstance(value, int)}
     return terminal.VerbOutput(
         data=_profile(device),
         facts=[
             ("device", f"{device.name}, {device.about}"),
-            ("memory_bytes", f"{format_bytes(device.memory_bytes)} available to a process"),
-            ("context_bytes", format_bytes(device.context_bytes)),
-            ("blas_workspace_bytes", format_bytes(device.blas_workspace_bytes)),
-            ("granule_bytes", format_bytes(device.granule_bytes)),
             ("peak_flop_per_s", f"in TFLOP/s: {peaks}"),
-            ("bytes_per_s", f"{device.bytes_per_s / 1e9:g} GB/s"),
-            ("launch_ns", f"{device.launch_ns} ns"),
-            *((field, f"{rate / 1e9:g} GB/s{rates[field]}") for field, rate in known.items()),
+            *((name, _figure(name, value)) for name, value in figures.items()),
         ],
         lines=[
             f"{title:<11}{field}: {note}"
@@ -180,6 +159,13 @@ def _device(device: Device) -> terminal.VerbOutput:
         ],
         hint=f"write your own profile, starting from `checkmate devices {json_format.dumps(device.name)} --json`",
     )
+
+
+def _figure(name: str, value: int) -> str:
+    """A figure of a profile in the unit of its name."""
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value / 1e9:g} GB/s" if name.endswith("_per_s") else f"{value} {name.rpartition('_')[2]}"
 
 
 def _tera(flop_per_s: int | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,27 +21,28 @@ _ContentT = TypeVar("_ContentT", Graph, Plan, Result, Curve)
 
 def load(path: Path, kind: type[_ContentT]) -> _ContentT:
     """Read a graph, plan, result or curve from a file."""
-    try:
+    with _as_bad_input(path, f"give a {kind.__name__.lower()} file"):
         return files.read_as(path, kind)
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}", hint=f"give a {kind.__name__.lower()} file") from error
-
-
-def load_plan(path: Path) -> Plan:
-    """Read the plan from a plan or result file."""
-    return load_planned(path)[0]
 
 
 def load_planned(path: Path) -> tuple[Plan, Result | None]:
     """Read the plan from a plan or result file, and the result from a result file."""
-    try:
+    hint = "give a plan file written by `checkmate plan`"
+    with _as_bad_input(path, hint):
         content = files.read(path)
+    if isinstance(content, Result):
+        return content.plan, content
+    if not isinstance(content, Plan):
+        raise FileFormatError(f"{path}: the file has no plan", hint=hint)
+    return content, None
+
+
+@contextlib.contextmanager
+def _as_bad_input(path: Path, hint: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}", hint="give a plan file written by `checkmate plan`") from error
-    plan = content.plan if isinstance(content, Result) else content
-    if not isinstance(plan, Plan):
-        raise FileFormatError(f"{path}: the file has no plan", hint="give a plan file written by `checkmate plan`")
-    return plan, content if isinstance(content, Result) else None
+        raise OptionError(f"{path}: {error.strerror or error}", hint=hint) from error
 
 
 class Outputs:
@@ -110,20 +111,13 @@ def _are_same(a: Path, b: Path) -> bool:
 
 
 def _saved_elsewhere(data: bytes, name: str) -> str:
-    """Save bytes in a new folder, in the first of some places that takes them, and describe the place."""
-    for place in (".", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), "/var/tmp", "/dev/shm"):  # noqa: PTH111
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="checkmate-", dir=place))
-        except OSError:
-            continue
-        saved = folder / name
-        try:
-            files.write_bytes(saved, data)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
-        return f"it was saved as {saved} instead"
-    return "it could not be saved elsewhere either"
+    """Save bytes in a new folder for temporary files, and describe the place."""
+    try:
+        saved = Path(tempfile.mkdtemp(prefix="checkmate-")) / name
+        files.write_bytes(saved, data)
+    except OSError:
+        return "it could not be saved elsewhere either"
+    return f"it was saved as {saved} instead"
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from checkmate.cli import files, terminal
 from checkmate.core.budget import Budget, keep_all_bytes
@@ -22,6 +23,9 @@ from checkmate.cost.device import load_device
 from checkmate.solvers.registry import available, made
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number from one."""
 
 
 @Parameter(name="*")
@@ -131,21 +135,17 @@ class Amounts:
 
     def budget(self, budget_bytes: int, asked: Budget | None = None) -> str:
         """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
-        return described(budget_bytes, self.keep_all_bytes, asked)
+        if asked is not None and asked.is_share:
+            return asked.describe(budget_bytes, self.keep_all_bytes)
+        budget, keep_all = format_bytes(budget_bytes), format_bytes(self.keep_all_bytes)
+        if budget_bytes > self.keep_all_bytes:
+            return f"{budget}, more than the {keep_all} that keeping everything needs"
+        share = format_share(budget_bytes / max(1, self.keep_all_bytes))
+        return f"{budget}, {share} of the {keep_all} that keeping everything needs"
 
     def cost(self, cost: float) -> str:
         """A cost with its unit."""
         return format_cost(cost, self.graph.cost_unit)
-
-
-def described(budget_bytes: int, keep_all_bytes: int, asked: Budget | None = None) -> str:
-    """A budget relative to the peak of keeping everything; a share that the user gave stays a share."""
-    if asked is not None and asked.is_share:
-        return asked.describe(budget_bytes, keep_all_bytes)
-    budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
-    if budget_bytes > keep_all_bytes:
-        return f"{budget}, more than the {keep_all} that keeping everything needs"
-    return f"{budget}, {100 * budget_bytes / max(1, keep_all_bytes):.1f}% of the {keep_all} that keeping everything needs"
 
 
 def format_share(share: float | None, digits: int = 1) -> str:
@@ -166,12 +166,6 @@ def one_word(budget: str) -> str:
         ('8GiB', '50%')
     """
     return "".join(budget.split())
-
-
-def check_most(most: int, example: int) -> None:
-    """Check the length of lists."""
-    if most < 1:
-        raise OptionError(f"--most {most} must be one or more", hint=f"give the number of lines, such as --most {example}")
 
 
 def _line(progress: Progress, unit: str) -> str:

@@ -11,7 +11,6 @@ from msgspec import structs
 from checkmate.cli import files, terminal
 from checkmate.cli.options import Amounts, Copies, Rules, Search, format_share, one_word
 from checkmate.core.errors import CheckmateError, PlanError
-from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
@@ -98,26 +97,23 @@ def _conclusion(name: str, result: Result) -> str:
     return f"{name} {how} the bound proves that at most {format_share(result.gap, 2)} is left to gain"
 
 
-def _offloaded_bytes(graph: Graph, timeline: Timeline) -> int:
-    return sum(graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "out")
+def _copies(amounts: Amounts, timeline: Timeline) -> dict[str, Any]:
+    """Number and bytes of the copies to the host and back, for JSON."""
+    out = (amounts.graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "out")
+    return {"copies": len(timeline.copies), "offloaded_bytes": sum(out), **terminal.picked(timeline, "host_peak_bytes", "waited")}
 
 
 def _copies_told(amounts: Amounts, timeline: Timeline, result: Result) -> list[str]:
     told = [remark for remark in result.remarks if remark.startswith(("offload", "copies"))]
     if not timeline.copies:
         return told
-    moved, held = format_bytes(_offloaded_bytes(amounts.graph, timeline)), format_bytes(timeline.host_peak_bytes)
+    moved, held = format_bytes(_copies(amounts, timeline)["offloaded_bytes"]), format_bytes(timeline.host_peak_bytes)
     waits = amounts.cost(timeline.waited)
     return [f"copies {moved} to the host, holds {held} there at most, and waits {waits} for copies", *told]
 
 
 def _plan_data(amounts: Amounts, keep_all: Timeline, timeline: Timeline, result: Result, where: Path) -> dict[str, Any]:
     graph = amounts.graph
-    copies = {
-        "copies": len(timeline.copies),
-        "offloaded_bytes": _offloaded_bytes(graph, timeline),
-        **terminal.picked(timeline, "host_peak_bytes", "waited"),
-    }
     return {
         **amounts.data(),
         **terminal.picked(result, "budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap", "solver"),
@@ -128,7 +124,7 @@ def _plan_data(amounts: Amounts, keep_all: Timeline, timeline: Timeline, result:
         "elapsed_s": round(result.elapsed_s, 3),
         "remarks": list(result.remarks),
         "keep_all": terminal.picked(keep_all, "peak_bytes", "cost"),
-        "host": copies if timeline.copies else None,
+        "host": _copies(amounts, timeline) if timeline.copies else None,
     }
 
 
@@ -144,7 +140,7 @@ def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rule
         rules: Rules for the plan.
         json: Print one JSON object on stdout.
     """
-    amounts, steps = Amounts.of(graph), files.load_plan(plan)
+    amounts, steps = Amounts.of(graph), files.load_planned(plan)[0]
     target = amounts.graph
     problem = None if budget is None else Problem(target, budget, rules.recompute, rules.reorder)
     budget_bytes = None if problem is None else problem.budget_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import runpy
 import sys
 import traceback
@@ -43,9 +42,7 @@ def run(
     """
     budget = budget or budget_of_environment()
     if not budget:
-        written = misspelt("--budget", arguments)
-        hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
-        raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
+        raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint="add a budget, such as --budget 20GiB")
     parsed(budget)  # before importing torch, which takes seconds
     _check_script(script, arguments)
     needs("torch", "torch")
@@ -69,15 +66,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
     if script == "-m" and not arguments:
         raise OptionError("-m without a module", hint=hint)
     if script != "-m" and not Path(script).is_file():
-        if Path(script).name.startswith("python") and arguments:
-            hint = f"leave out {script}: the script is {arguments[0]}"
         raise OptionError(f"{script} is a folder" if Path(script).is_dir() else f"{script}: no such file", hint=hint)
-
-
-def misspelt(option: str, words: Sequence[str]) -> str:
-    """The first word that may be a misspelt option; empty if there is none."""
-    names = (word.partition("=")[0] for word in words)
-    return next((name for name in names if name != option and difflib.get_close_matches(name, [option])), "")
 
 
 def arranged(tokens: Sequence[str]) -> list[str]:

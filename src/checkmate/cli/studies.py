@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
-import multiprocessing
-import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, Search, format_share
+from checkmate.cli.options import Amounts, Count, Search, format_share
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
@@ -27,7 +22,7 @@ from checkmate.core.units import format_bytes
 from checkmate.regions import choose_policy
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
-from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
+from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch
 from checkmate.studies.max_batch import max_batch as largest_batch
 from checkmate.studies.pareto import pareto as curve_of
 
@@ -52,7 +47,6 @@ def pareto(
     *,
     points: int = 12,
     search: PointSearch = PointSearch(),
-    jobs: int = 1,
     reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
     out: Path | None = None,
     json: terminal.Json = False,
@@ -63,27 +57,20 @@ def pareto(
         graph: Graph file from `checkmate capture`.
         points: Number of budgets, evenly spaced.
         search: The solver of each point, and when it stops.
-        jobs: Number of processes.
         reorder: Whether a plan can change the order of the graph.
         out: Curve file to write, plans included; by default the name comes from the graph.
         json: Print one JSON object on stdout.
     """
-    if jobs < 1:
-        raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
     amounts, chosen = Amounts.of(graph), search.chosen()
     where = out or files.beside(graph, ".curve.json")
     outputs = files.Outputs(graph)
     outputs.check(where)
-    with (
-        _isolated_processes(jobs) if jobs > 1 else nullcontext() as executor,
-        terminal.drawn("looking for the smallest peak") as say,
-    ):
+    with terminal.drawn("looking for the smallest peak") as say:
         curve = curve_of(
             amounts.graph,
             points=points,
             limits=search.limits(),
             solver=chosen,
-            executor=executor,
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
@@ -127,26 +114,6 @@ def _point(amounts: Amounts, point: CurvePoint) -> list[str]:
     ]
 
 
-@contextmanager
-def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """An executor whose processes import nothing from the current folder."""
-    before, others = os.environ.get("PYTHONSAFEPATH"), set(multiprocessing.active_children())
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
-            try:
-                yield executor
-            finally:  # an interrupted curve does not wait for unfinished solves
-                executor.shutdown(wait=False, cancel_futures=True)
-                for process in set(multiprocessing.active_children()) - others:
-                    process.terminate()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Batches:
@@ -160,9 +127,9 @@ class Batches:
     """
 
     budget: str
-    batch: int
-    large_batch: int | None = None
-    max_overhead: str = ONE_EXTRA_FORWARD
+    batch: Count
+    large_batch: Count | None = None
+    max_overhead: float | Literal["one extra forward"] = ONE_EXTRA_FORWARD
 
     def graphs(self, small: Path, large: Path | None) -> AffineGraph:
         """The step at any batch size."""
@@ -174,32 +141,7 @@ class Batches:
         first = files.load(small, Graph)
         if large is not None and self.large_batch is not None:
             return AffineGraph(first, self.batch, files.load(large, Graph), self.large_batch)
-        if self.batch < 1:
-            raise OptionError(f"--batch {self.batch} must be one or more", hint="give the batch size of the captured graph")
         return AffineGraph.proportional(first, self.batch)
-
-    def overhead(self) -> MaxOverhead:
-        """The limit on the cost."""
-        if self.max_overhead == ONE_EXTRA_FORWARD:
-            return ONE_EXTRA_FORWARD
-        try:
-            return float(self.max_overhead)
-        except ValueError:
-            raise OptionError(
-                f"--max-overhead {self.max_overhead!r} is neither a number nor {ONE_EXTRA_FORWARD!r}",
-                hint="give a factor, such as 1.25 for a quarter more",
-            ) from None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class BatchSearch(Search):
-    """The solver, and when it stops.
-
-    Attributes:
-        time_limit: Time limit in seconds of wall time, for all solves together.
-        gap: Optimality gap at which the last solve stops.
-    """
 
 
 def max_batch(
@@ -208,7 +150,7 @@ def max_batch(
     /,
     *,
     batches: Batches,
-    search: BatchSearch = BatchSearch(),
+    search: Search = Search(),
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
@@ -232,7 +174,7 @@ def max_batch(
         found = largest_batch(
             graph_at,
             budget_bytes=batches.budget,
-            max_overhead=batches.overhead(),
+            max_overhead=batches.max_overhead,
             limits=search.limits(),
             solver=search.chosen(),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
@@ -246,7 +188,7 @@ def _batch_found(
     amounts: Amounts, batches: Batches, search: Search, found: MaxBatch, graph: Graph, paths: tuple[Path, Path]
 ) -> terminal.VerbOutput:
     result, proven, keep_all = found.result, found.batch == found.upper_bound, keep_all_bytes(graph)
-    limit = batches.overhead()
+    limit = batches.max_overhead
     row = [str(found.batch), format_bytes(result.peak_bytes), f"{result.overhead:.3f}x", str(found.upper_bound)]
     exact = "this is the largest" if proven else f"none above {found.upper_bound} is possible"
     return terminal.VerbOutput(
@@ -329,7 +271,7 @@ def regions(
     problem = Problem(amounts.graph, budget)
     with terminal.drawn("choosing regions to checkpoint"):
         if plan is not None:
-            planned = evaluate(amounts.graph, files.load_plan(plan))
+            planned = evaluate(amounts.graph, files.load_planned(plan)[0])
         else:
             limits = Limits(time_s=choice.time_limit / 2, seed=choice.seed, threads=choice.threads)
             planned = solve(problem, limits=limits, raise_on_failure=False)

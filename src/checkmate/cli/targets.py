@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
 import logging
 import re
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from checkmate.core.errors import CheckmateError, MissingExtraError, OptionError
 
@@ -45,8 +44,6 @@ def resolve(target: str, batch: int | None) -> Callable[[], object]:
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise OptionError(f"cannot read {target!r}", hint=SHAPE)
-    if where.endswith(":"):
-        raise OptionError(f"{target!r} has two colons", hint=f"write one: {where.rstrip(':')}:{name}")
     function = getattr(_from_file(Path(where)) if where.endswith(".py") else _from_name(where), name, None)
     if not callable(function):
         raise OptionError(f"{where} has no function {name!r}", hint=SHAPE)
@@ -78,14 +75,12 @@ def returned(what: str, function: Callable[[], Any]) -> Any:
     """
     file = what.rpartition(":")[0] or what
     argv, sys.argv = sys.argv, [file]
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(_Copied(sys.stderr, said)):
+        with contextlib.redirect_stdout(sys.stderr):
             return function()
     except SystemExit as stop:
-        why = (said.getvalue().strip().splitlines() or [""])[-1]
         raise OptionError(
-            f"{what} ended the program with exit code {stop.code!r}{f': {why}' if why else ''}",
+            f"{what} ended the program with exit code {stop.code!r}",
             hint='put what parses arguments or trains under `if __name__ == "__main__":`, so that the file can be imported',
         ) from stop
     except Exception as error:
@@ -94,20 +89,6 @@ def returned(what: str, function: Callable[[], Any]) -> Any:
         ) from error
     finally:
         sys.argv = argv
-
-
-class _Copied(io.TextIOBase):
-    """A stream whose text is also written to another stream."""
-
-    def __init__(self, stream: TextIO, copy: TextIO) -> None:
-        self._stream, self._copy = stream, copy
-
-    def write(self, text: str, /) -> int:
-        self._copy.write(text)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
 
 
 def _place(error: Exception, file: str) -> str:
@@ -123,16 +104,12 @@ def _place(error: Exception, file: str) -> str:
 
 def _cure(error: Exception, file: str) -> str:
     """The action to take for an error of the user's code, as an imperative."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{file}.".startswith(f"{error.name}."):
-        return SHAPE if not Path(f"{file}.py").is_file() else f"give the file with its ending: {file}.py:FUNCTION"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"pip install {error.name.partition('.')[0]}"
+        return SHAPE if f"{file}.".startswith(f"{error.name}.") else f"pip install {error.name.partition('.')[0]}"
     if isinstance(error, (RuntimeError, AssertionError)) and re.search(r"cuda|nvidia", str(error), re.IGNORECASE):
         return (
             'build the model and the batch on the CPU, or in `with torch.device("meta"):`; --device names a GPU that is not here'
         )
-    if isinstance(error, SyntaxError):
-        return f"correct the line; `python {file}` shows it"
     return f"correct the function: it has to run without Checkmate, and to return {_RETURNED}"
 
 

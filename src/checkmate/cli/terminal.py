@@ -24,7 +24,6 @@ from typing import IO, Annotated, Any, Final, TextIO, cast
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -173,13 +172,6 @@ def command(verb: str, *words: object) -> str:
         "`checkmate plan 'my model.json' --budget 50%`"
     """
     return f"`{shlex.join(('checkmate', verb, *map(str, words)))}`"
-
-
-@contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """Draw a spinner on a terminal during the block; yields a function that replaces its text."""
-    with Status("starting", console=messages()) as drawn:
-        yield drawn.update
 
 
 @contextmanager

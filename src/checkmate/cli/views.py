@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json as json_format
-import pickle
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from cyclopts import Parameter
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, check_most
+from checkmate.cli.options import Amounts, Count
 from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
-from checkmate.report import PageText, html_report, memory_snapshot, perfetto_trace
+from checkmate.report import PageText, html_report, perfetto_trace
 from checkmate.studies.compare import compare
 from checkmate.studies.explain import explain as explanation_of
 
 
-def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int = 10, json: terminal.Json = False) -> int:
+def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Count = 10, json: terminal.Json = False) -> int:
     """List the contents of a plan's peak with reasons, the recomputed ops, and the cost of a MiB less.
 
     Args:
@@ -33,8 +30,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 10)
-    amounts, steps = Amounts.of(graph), files.load_plan(plan)
+    amounts, steps = Amounts.of(graph), files.load_planned(plan)[0]
     found = explanation_of(amounts.graph, steps, curve=None if curve is None else files.load(curve, Curve))
     return terminal.VerbOutput(
         data={
@@ -53,7 +49,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
     ).show(json)
 
 
-def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: terminal.Json = False) -> int:
+def diff(graph: Path, first: Path, second: Path, /, *, most: Count = 5, json: terminal.Json = False) -> int:
     """List the differences between two plans of one graph: peak, cost, recomputed ops and held values.
 
     Args:
@@ -63,9 +59,8 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    check_most(most, 5)
     amounts = Amounts.of(graph)
-    found = compare(amounts.graph, files.load_plan(first), files.load_plan(second))
+    found = compare(amounts.graph, files.load_planned(first)[0], files.load_planned(second)[0])
     return terminal.VerbOutput(
         data={
             "graph": str(graph),
@@ -86,20 +81,6 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
     ).show(json)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Exports:
-    """Files for other viewers.
-
-    Attributes:
-        perfetto: Trace file to write as well, for ui.perfetto.dev.
-        memory_viz: Memory snapshot to write as well, for pytorch.org/memory_viz.
-    """
-
-    perfetto: Path | None = None
-    memory_viz: Path | None = None
-
-
 def report(
     graph: Path,
     plan: Path,
@@ -109,7 +90,7 @@ def report(
     curve: Path | None = None,
     budget: str | None = None,
     out: Path = Path("report.html"),
-    exports: Exports = Exports(),
+    perfetto: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
     """Draw a plan as one offline HTML file: memory over the step, schedule, contents of the peak, recomputed ops.
@@ -121,11 +102,11 @@ def report(
         curve: Curve file from `checkmate pareto`.
         budget: Total such as 8GiB, or a share such as 50%, drawn as a line.
         out: HTML file to write.
-        exports: Files for other viewers.
+        perfetto: Trace file to write as well, for ui.perfetto.dev.
         json: Print one JSON object on stdout.
     """
     outputs = files.Outputs(graph, plan, against, curve)
-    outputs.check(out, exports.perfetto, exports.memory_viz)
+    outputs.check(out, perfetto)
     target = files.load(graph, Graph)
     if not target.name.strip():
         target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
@@ -134,21 +115,20 @@ def report(
     page = html_report(
         target,
         steps,
-        against=None if against is None else files.load_plan(against),
+        against=None if against is None else files.load_planned(against)[0],
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if problem is None else problem.budget_bytes,
         text=_page_text(graph, plan, against, problem),
     ).encode()
-    trace = b"" if exports.perfetto is None else json_format.dumps(perfetto_trace(target, steps)).encode()
-    snapshot = b"" if exports.memory_viz is None else pickle.dumps(memory_snapshot(target, steps), protocol=4)
-    outputs.save((page, out), (trace, exports.perfetto), (snapshot, exports.memory_viz))
+    trace = b"" if perfetto is None else json_format.dumps(perfetto_trace(target, steps)).encode()
+    outputs.save((page, out), (trace, perfetto))
     timeline, amounts = simulate(target, steps), Amounts(graph, target)
     return terminal.VerbOutput(
         data={
             "report": str(out),
             "size_bytes": len(page),
-            **{name: None if path is None else str(path) for name, path in vars(exports).items()},
+            "perfetto": None if perfetto is None else str(perfetto),
             **terminal.picked(timeline, "peak_bytes", "cost"),
             "cost_unit": target.cost_unit,
         },
@@ -157,7 +137,7 @@ def report(
             ("peak", f"{format_bytes(timeline.peak_bytes)}, {format_bytes(amounts.keep_all_bytes)} keeping everything"),
             ("page", f"{format_bytes(len(page))}, needs no network"),
         ],
-        wrote=[out, exports.perfetto, exports.memory_viz],
+        wrote=[out, perfetto],
         hint=f"open {out} in a browser",
     ).show(json)
 

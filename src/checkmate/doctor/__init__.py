@@ -1,4 +1,4 @@
-"""Checks of an installation on the user's own machine: versions, compilers, caches, solvers, and small training steps.
+"""Checks of an installation on the user's own machine: versions, stores, solvers, the device, and small training steps.
 
 Every check is a function that returns a `Check`: a finding, a verdict and a cure. `examine` runs them all.
 Nothing here prints; ``checkmate doctor`` prints the checks or writes them as JSON.
@@ -6,7 +6,7 @@ Nothing here prints; ``checkmate doctor`` prints the checks or writes them as JS
 
 from __future__ import annotations
 
-from checkmate.doctor.check import Check
+from checkmate.doctor.checks import Check
 from checkmate.doctor.examine import Report, examine
 
 __all__ = ["Check", "Report", "examine"]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from checkmate.core.errors import OptionError
-from checkmate.doctor import installation
-from checkmate.doctor.check import Check, guarded
+from checkmate.doctor import checks
+from checkmate.doctor.checks import Check, guarded
+
+_COMPILERS = (
+    "install a C++ compiler with the headers of Python and OpenMP (`apt-get install g++ python3-dev`), or set CXX; on a GPU also "
+    "Triton and a C compiler, or set CC; compiler='eager' needs none of them"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +26,7 @@ class Report:
     """All checks of one examination."""
 
     device: str  # type of the device that the steps ran on
-    machine: Mapping[str, Any]  # hardware and operating system, by name
+    machine: Sequence[str]  # hardware, operating system and drivers, in lines
     versions: Mapping[str, str]  # of Python, Checkmate and the packages that matter
     checks: tuple[Check, ...]  # in the order in which they were made
     warnings: tuple[str, ...]  # that Checkmate logged during the checks
@@ -50,50 +56,45 @@ def examine(
     on_check: Callable[[Check], None] = lambda check: None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Check an installation: versions, compilers, caches, solvers, settings, and small training steps.
+    """Check an installation: versions, stores, solvers, the device, and small training steps.
 
     The device is ``"cpu"`` or ``"cuda"``, by default CUDA if PyTorch finds a GPU. Each check is passed to ``on_check`` as soon
-    as it is made, and a few words on the next checks to ``on_start``.
+    as it is made, and its name to ``on_start`` before.
     """
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f"device={device!r} is neither 'cpu' nor 'cuda'", hint="use device='cuda' for the first GPU")
     began = time.perf_counter()
-    checks: list[Check] = []
+    made: list[Check] = []
+    versions, machine = checks.installed_versions(), list[str]()
 
-    def add(*made: Check) -> bool:
-        checks.extend(made)
-        for check in made:
-            on_check(check)
-        return all(check.verdict != "failed" for check in made)
+    def examined(name: str, check: Callable[[], Check], cure: str = checks.REPORT) -> bool:
+        on_start(name)
+        made.append(guarded(name, check, cure))
+        on_check(made[-1])
+        return made[-1].verdict != "failed"
 
     with _warnings_collected() as warnings:
-        on_start("versions and compilers")
-        versions = installation.installed_versions()
-        add(installation.check_python())
-        add(guarded("name", lambda: installation.check_name(installation.other_owners())))
-        usable = add(installation.check_torch(versions.get("torch")))
-        add(*installation.check_packages(versions, installation.requirements()))
+        examined("name", checks.check_name)
+        usable = examined("torch", lambda: checks.check_torch(versions.get("torch")))
+        examined("stores", lambda: checks.check_stores(checks.user_stores()))
+        examined("solvers", checks.check_solvers)
         where = _device(device) if usable else "cpu"
-        if usable:
-            add(guarded("backend", installation.check_backend))
-        can_compile = add(guarded("C++ compiler", installation.check_cxx))
-        if where == "cuda":
-            can_compile = add(guarded("Triton", installation.check_triton)) and can_compile
-        on_start("caches")
-        add(guarded("cache folder", installation.check_cache_folder))
-        add(*installation.check_stores(installation.user_stores()))
-        on_start("solvers")
-        add(guarded("HiGHS", installation.check_highs))
-        add(guarded("local search", installation.check_search))
-        machine = _examine_device(add, on_start, where, quick, can_compile) if usable else {}
-    elapsed_s = time.perf_counter() - began
+        if usable and examined("device", lambda: checks.check_device(where)):
+            from checkmate.doctor import steps
+
+            machine = checks.machine()
+            for path in steps.PATHS:
+                if path.compiler == "eager":
+                    examined(path.name, functools.partial(steps.check_path, path, where))
+                elif not quick:
+                    examined(path.name, functools.partial(steps.check_path, path, where), _COMPILERS)
     return Report(
         device=where,
         machine=machine,
         versions=versions,
-        checks=tuple(checks),
-        warnings=tuple(warnings),
-        elapsed_s=elapsed_s,
+        checks=tuple(made),
+        warnings=tuple(record.getMessage() for record in warnings),
+        elapsed_s=time.perf_counter() - began,
     )
 
 
@@ -103,45 +104,15 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _examine_device(
-    add: Callable[..., bool], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
-) -> dict[str, Any]:
-    """Check the device, its settings and small training steps, and return a description of the machine."""
-    from checkmate.doctor import settings, steps
-
-    add(guarded("Inductor cache", settings.check_inductor_cache))
-    on_start("the device")
-    if not add(guarded("device", lambda: settings.check_device(device))):
-        return {}
-    if device == "cuda":
-        add(guarded("allocator", settings.check_allocator))
-        add(guarded("cuDNN", settings.check_autotuning))
-        add(guarded("precision", settings.check_precision))
-    for path in steps.PATHS:
-        if path.compiler == "inductor" and quick:
-            continue
-        on_start(f"a small training step: {path.name}")
-        if path.compiler == "inductor" and not can_compile:
-            add(Check(path.name, "skipped", "the compiler that it needs failed its check"))
-        else:
-            add(guarded(path.name, functools.partial(steps.check_path, path, device)))
-    return settings.machine(device)
-
-
 @contextmanager
-def _warnings_collected() -> Iterator[list[str]]:
+def _warnings_collected() -> Iterator[list[logging.LogRecord]]:
     """Collect the warnings of this package for the report, instead of printing them among its lines."""
-    found: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logger, handler = logging.getLogger("checkmate"), Collect(logging.WARNING)
+    logger, handler = logging.getLogger("checkmate"), BufferingHandler(capacity=10_000)
+    handler.setLevel(logging.WARNING)
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        yield found
+        yield handler.buffer
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import checkmate.torch
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.torch.steps.coordinator import coordinator
 
 Batch = tuple[Tensor, Tensor]
 
@@ -52,82 +54,93 @@ def residual_network(channels: int, width: int, blocks: int) -> nn.Module:
     return nn.Sequential(*stem, *(_Block(width) for _ in range(blocks)), *head)
 
 
-class _Attention(nn.Module):
-    """Causal attention by one kernel, or attention that stores its matrix of weights, by far the largest tensor."""
-
-    def __init__(self, width: int, *, fused: bool) -> None:
-        super().__init__()
-        self.heads, self.fused = 4, fused
-        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        query, key, value = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        if self.fused:
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            attended = torch.softmax(query @ key.transpose(-1, -2) * (self.heads / width) ** 0.5, -1) @ value
-        return self.outputs(attended.transpose(1, 2).reshape(batch, length, width))
-
-
-class _Decoder(nn.Module):
-    """A language model whose head shares its weight with the embedding."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.attentions = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), _Attention(width, fused=True)) for _ in range(layers))
-        self.mlps = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
-            )
-            for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
-            x = x + attention(x)
-            x = x + mlp(x)
-        return F.linear(self.norm(x), self.embedding.weight)
-
-
 def convolutions(scale: int) -> Example:
     """Residual convolutions with BatchNorm and dropout, at a width of 16 times the scale."""
     return Example(residual_network(3, 16 * scale, 2), F.cross_entropy, (torch.randn(16, 3, 24, 24), torch.randint(10, (16,))))
 
 
 def transformer(scale: int) -> Example:
-    """A decoder with attention, dropout and a tied head; the scale multiplies width, length and vocabulary."""
-    vocabulary, length = 256 * scale, 64 * scale
+    """A language model with attention and dropout; the scale multiplies width, length and vocabulary."""
+    vocabulary, length, width = 256 * scale, 64 * scale, 64 * scale
     tokens = torch.randint(vocabulary, (4, length))
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation="gelu", batch_first=True, norm_first=True)
+    layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(vocabulary, width), layers, nn.LayerNorm(width), nn.Linear(width, vocabulary))
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Example(_Decoder(3, 64 * scale, vocabulary), loss, (tokens, tokens.roll(-1, 1)))
+    return Example(model, loss, (tokens, tokens.roll(-1, 1)))
 
 
-def attention_matrix(scale: int) -> Example:
-    """Attention that stores its matrix of weights, the largest tensor; the scale multiplies width and length."""
-    x = torch.randn(8, 128 * scale, 32 * scale)
-    return Example(_Attention(32 * scale, fused=False), F.mse_loss, (x, torch.randn_like(x)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A finished training, and the measurements of its steps."""
+
+    graph: Graph
+    result: Result
+    losses: tuple[float, ...]
+    state: tuple[Tensor, ...]  # copies of losses, parameters or gradients, buffers, and random state
+    peak_bytes: int  # allocated in the measured step, everything included
+    reserved_bytes: int | None  # by the CUDA allocator in that step; None on a CPU
+    compiling_s: float  # until the measured step
+    seconds: tuple[float, ...]  # of each step after the measured one
 
 
-class Training:
-    """A model that is trained, with a separate random state, and measurements of its steps.
+def trained(
+    example: Example,
+    optimizer: torch.optim.Optimizer | None,
+    batches: Iterable[Batch],
+    *,
+    measured: int,
+    plain: bool = False,
+    **options: Any,
+) -> Trained:
+    """Train a model on batches, with a separate random state, and measure the peak of one of the steps.
 
     The step is a step of `checkmate.torch.compile`, or of a plain loop around ``torch.compile(model, backend="checkmate")``.
     Without an optimizer the gradients of the last step stay.
     """
+    torch._dynamo.reset()
+    coordinator().forget_steps()
+    free_memory()
+    began, coming = time.perf_counter(), iter(batches)
+    training = _Training(example, optimizer, plain=plain, **options)
+    for batch in itertools.islice(coming, measured):
+        training.advance(*batch)
+    compiling_s = time.perf_counter() - began
+    peak_bytes, reserved_bytes = training.measure(*next(coming))
+    seconds = tuple(training.advance(*batch) for batch in coming)
+    planned = training.planned()
+    return Trained(
+        graph=planned.graph,
+        result=planned.result,
+        losses=tuple(training.losses),
+        state=training.state(),
+        peak_bytes=peak_bytes,
+        reserved_bytes=reserved_bytes,
+        compiling_s=compiling_s,
+        seconds=seconds,
+    )
 
-    def __init__(self, example: Example, optimizer: torch.optim.Optimizer | None, *, plain: bool = False, **options: Any) -> None:
-        self.model, self._loss, self._optimizer = example.model, example.loss, optimizer
+
+def promises(planned: Trained, keep_all: Trained, planned_bytes: int | None) -> dict[str, bool]:
+    """Whether each promise was kept: the budget, the planned peak to 1 % if it is known, and the bits of keeping everything."""
+    return {
+        "within_budget": planned.peak_bytes <= planned.result.budget_bytes,
+        "as_planned": planned_bytes is None or abs(planned.peak_bytes - planned_bytes) <= 0.01 * planned_bytes,
+        "identical": equal_bits(planned.state, keep_all.state),
+    }
+
+
+class _Training:
+    """A model that is trained step by step."""
+
+    def __init__(self, example: Example, optimizer: torch.optim.Optimizer | None, *, plain: bool, **options: Any) -> None:
+        self.losses: list[float] = []
+        self._model, self._loss, self._optimizer = example.model, example.loss, optimizer
         self._device = example.batch[0].device
         self._outputs: object = None
-        self.losses: list[float] = []
-        self.seconds: list[float] = []  # of each step that was not measured
         if plain:
             self._step, self._compiled = None, torch.compile(example.model, backend="checkmate", options=options)
         else:
@@ -135,13 +148,13 @@ class Training:
         torch.manual_seed(1)
         self._random_states = self._random()
 
-    def advance(self, x: Tensor, y: Tensor) -> None:
-        """Train one step."""
+    def advance(self, x: Tensor, y: Tensor) -> float:
+        """Train one step, and return its seconds."""
         torch.set_rng_state(self._random_states[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random_states[1])
         if self._optimizer is None:
-            self.model.zero_grad(set_to_none=True)
+            self._model.zero_grad(set_to_none=True)
         # On one thread, the time of the process leaves out other processes.
         alone = self._device.type != "cuda" and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
@@ -156,18 +169,17 @@ class Training:
             self._outputs = outputs if self._step.whole else None
             loss = outputs[1]
         self.losses.append(float(loss.detach()))
-        self.seconds.append(clock() - began)
+        elapsed_s = clock() - began
         self._random_states = self._random()
+        return elapsed_s
 
     def measure(self, x: Tensor, y: Tensor) -> tuple[int, int | None]:
         """Train one step; return the peak of allocated memory, and on a GPU the reserved memory."""
         if self._optimizer is None:
-            self.model.zero_grad(set_to_none=True)
+            self._model.zero_grad(set_to_none=True)
         free_memory()
         if self._device.type != "cuda":
-            peak = self.graph.resident_bytes + checkmate.torch.measure_peak(lambda: self.advance(x, y))
-            self.seconds.pop()
-            return peak, None
+            return self.planned().graph.resident_bytes + checkmate.torch.measure_peak(lambda: self.advance(x, y)), None
         self.advance(x, y)  # reserve again the memory that was given back
         self._synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -175,27 +187,18 @@ class Training:
         self._synchronize()
         return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
-    @property
-    def graph(self) -> Graph:
-        """The graph of the step."""
-        return self._planned().graph
-
-    @property
-    def result(self) -> Result:
-        """The plan of the step."""
-        return self._planned().result
+    def planned(self) -> checkmate.torch.Step | checkmate.torch.PlannedStep:
+        """The graph and the plan of the step, known after the second step."""
+        planned = self._step or checkmate.torch.last_plan()
+        assert planned is not None
+        return planned
 
     def state(self) -> tuple[Tensor, ...]:
         """Copies of losses, parameters or gradients, buffers, and random state."""
-        parameters = list(self.model.parameters())
-        trained = parameters if self._optimizer is not None else [p.grad for p in parameters if p.grad is not None]
+        parameters = list(self._model.parameters())
+        result = parameters if self._optimizer is not None else [p.grad for p in parameters if p.grad is not None]
         losses = torch.tensor(self.losses, dtype=torch.float64)
-        return tuple(t.detach().clone().cpu() for t in (losses, *trained, *self.model.buffers(), *self._random_states))
-
-    def _planned(self) -> checkmate.torch.Step | checkmate.torch.PlannedStep:
-        planned = self._step or checkmate.torch.last_plan()
-        assert planned is not None  # after the second step
-        return planned
+        return tuple(t.detach().clone().cpu() for t in (losses, *result, *self._model.buffers(), *self._random_states))
 
     def _random(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._device.type == "cuda" else [])
@@ -213,12 +216,10 @@ def equal_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 def equal_up_to_rounding(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     """Whether two states differ at most as another order of float32 sums allows; integers must be equal."""
-    for a, b in zip(ours, theirs, strict=True):
-        if not a.is_floating_point() and not torch.equal(a, b):
-            return False
-        if a.is_floating_point() and not (a - b).abs().max() <= 1e-4 * b.abs().max():
-            return False
-    return True
+    return all(
+        bool((a - b).abs().max() <= 1e-4 * b.abs().max()) if a.is_floating_point() else torch.equal(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def free_memory() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from checkmate.core.errors import FileFormatError, UnitError
-from checkmate.core.units import format_bytes, parse_bytes
+from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.oom import stacks
 from checkmate.oom.replay import BlockInUse, Moment, moment_of
 from checkmate.oom.snapshot import Snapshot, frames_of, read_snapshot
@@ -40,7 +40,6 @@ class OutOfMemory:
         requested_bytes: Bytes of the allocation that failed.
         total_bytes: Memory of the device, or the limit that the process has set.
         device_free_bytes: Bytes that were free on the device.
-        outside_bytes: Bytes of this process outside PyTorch's allocator: the context, libraries.
         allocated_bytes: Bytes in use by tensors.
         reserved_bytes: Bytes that the allocator had from the device, in use or cached.
         largest_free_bytes: Largest free range in the cached memory.
@@ -53,7 +52,6 @@ class OutOfMemory:
     requested_bytes: int | None = None
     total_bytes: int | None = None
     device_free_bytes: int | None = None
-    outside_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     largest_free_bytes: int | None = None
@@ -97,7 +95,7 @@ class OutOfMemory:
         """A budget that leaves `HEADROOM` of the available memory, as the option of the backend; None if it is not known."""
         if self.available_bytes is None or self.cause == "larger than the device":
             return None
-        return _at_most(round((1 - HEADROOM) * self.available_bytes))
+        return format_at_least(round((1 - HEADROOM) * self.available_bytes))
 
     @property
     def line(self) -> str | None:
@@ -117,14 +115,13 @@ class OutOfMemory:
             return "" if size_bytes is None else text.format(format_bytes(size_bytes))
 
         cached = known(self.cached_bytes, "{} reserved but not allocated")
-        free = known(self.device_free_bytes, "{} on the device")
         rows = [
             ("device", "" if self.device is None else f"{self.device}{known(self.total_bytes, ', {}')}"),
             ("moment", self.moment),
             ("requested", known(self.requested_bytes, "{}")),
             ("allocated", known(self.allocated_bytes, "{}" + known(self.reserved_bytes, " of {} reserved"))),
             ("cached", cached and cached + known(self.largest_free_bytes, ", the largest range {}")),
-            ("free", free and free + known(self.outside_bytes, "; {} in this process outside PyTorch")),
+            ("free", known(self.device_free_bytes, "{} on the device")),
             ("cause", self._cause_in_words()),
         ]
         return [(name, text) for name, text in rows if text]
@@ -204,7 +201,7 @@ _AMOUNT = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) (bytes|[KMGT]i?B)"
 def of_text(text: str) -> OutOfMemory:
     """Describe the last out-of-memory error in a text, such as a log. Its figures are rounded to 0.01 of their unit.
 
-    The forms of PyTorch 1.12 to 2.13 are known, of CUDA, ROCm and XPU devices. An impossible amount is left out.
+    The form of PyTorch 2.1 to 2.13 is known, of CUDA, ROCm and XPU devices. An impossible amount is left out.
     """
     asked = re.finditer(rf"out of memory\. Tried to allocate {_AMOUNT}", text)
     errors = [(match.start(), requested) for match in asked if (requested := _bytes(match)) is not None]
@@ -216,20 +213,16 @@ def of_text(text: str) -> OutOfMemory:
     start, requested = errors[-1]
     said = " ".join(text[start : start + 2000].split())
 
-    def figure(*patterns: str) -> int | None:
-        found = (re.search(pattern.format(_AMOUNT), said) for pattern in patterns)
-        return next((_bytes(match) for match in found if match), None)
+    def figure(pattern: str) -> int | None:
+        found = re.search(pattern.format(_AMOUNT), said)
+        return found and _bytes(found)
 
-    allocated = figure("{} is allocated by PyTorch", "{} already allocated")
-    cached = figure("{} is reserved by PyTorch but unallocated")
-    reserved = figure("{} reserved in total by PyTorch")
-    if allocated is not None and cached is not None:
-        reserved = allocated + cached
-    allowed, free = figure("{} allowed"), figure("of which {} is free", "{} free")
-    in_process = figure(r"(?:this process|Process \d+) has {} memory in use")
+    allocated, cached = figure("{} is allocated by PyTorch"), figure("{} is reserved by PyTorch but unallocated")
+    reserved = None if allocated is None or cached is None else allocated + cached
+    allowed, free = figure("{} allowed"), figure("of which {} is free")
     if allowed is not None and reserved is not None and free is not None:
         free = min(free, max(0, allowed - reserved))
-    sizes = [size for size in (figure("total capacity of {}", "{} total capacity"), allowed) if size is not None]
+    sizes = [size for size in (figure("total capacity of {}"), allowed) if size is not None]
     device = re.search(r"\bGPU (\d+)", said)
     return OutOfMemory(
         moment="at the out-of-memory error, from its text alone",
@@ -237,7 +230,6 @@ def of_text(text: str) -> OutOfMemory:
         requested_bytes=requested,
         total_bytes=min(sizes, default=None),
         device_free_bytes=free,
-        outside_bytes=None if in_process is None or reserved is None else max(0, in_process - reserved),
         allocated_bytes=allocated,
         reserved_bytes=reserved,
     )
@@ -265,7 +257,7 @@ def read_oom(
         ...     "unallocated."
         ... )
         >>> found.cause, found.budget
-        ('too little memory', '75.17GiB')
+        ('too little memory', '75.18GiB')
     """
     said = of_text(str(error))
     if snapshot is None:
@@ -291,7 +283,7 @@ def _holders(moment: Moment) -> tuple[Holder, ...]:
         key = id(block.frames)
         if key not in known:
             known[key] = origin_of(frames_of(block.frames))
-        return known[key]._replace(kind=stacks.AWAITS) if block.awaits_stream else known[key]
+        return known[key]
 
     return _summed(Holder(*origin(block), block.size_bytes, 1) for block in moment.held)
 
@@ -313,10 +305,3 @@ def _listed(holders: tuple[Holder, ...], most: int) -> list[str]:
         for h in holders[:most]
     ]
     return [*lines, f"{format_bytes(rest):>12}  in {len(holders) - most} more"] if len(holders) > most else lines
-
-
-def _at_most(size_bytes: int) -> str:
-    """An amount that `parse_bytes` reads back as no more than ``size_bytes``."""
-    unit, scale = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size_bytes >= s), ("B", 1))
-    hundredths = size_bytes * 100 // scale
-    return f"{hundredths // 100}.{hundredths % 100:02d}{unit}" if scale > 1 else f"{size_bytes}B"

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkmate.core.errors import OptionError
-from checkmate.oom.snapshot import Event, Segment, Snapshot
-
-_FREED = ("free_completed", "free")  # PyTorch before 2.0 has one event for both halves of a free
+from checkmate.oom.snapshot import Event, Snapshot
 
 
 class BlockInUse(NamedTuple):
@@ -23,7 +21,6 @@ class BlockInUse(NamedTuple):
     address: int
     size_bytes: int
     frames: Any  # stack of its allocation as in the file; None if it was allocated before the recording began
-    awaits_stream: bool  # whether it was freed, but another stream might still have read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class Moment:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments; bytes in use if the snapshot has no segments, like the snapshot of a plan."""
+        """Bytes of all segments; at least those in use, as a recording can begin after a segment."""
         return max(self.allocated_bytes, sum(size for _, size in self.segments))
 
     @property
@@ -68,7 +65,8 @@ def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
     at = _device(snapshot, device)
     trace = snapshot.device_traces[at] if at < len(snapshot.device_traces) else []
     of_device = [segment for segment in snapshot.segments if segment.device == at]
-    blocks = {address: held for segment in of_device for address, held in _blocks(segment)}
+    in_use = (block for segment in of_device for block in segment.blocks if block.state != "inactive")
+    blocks = {block.address: (block.size, block.frames or None) for block in in_use}
     segments = {segment.address: segment.total_size for segment in of_device if not segment.is_expandable}
     errors = [k for k, event in enumerate(trace) if event.action == "oom"]
     if errors:
@@ -80,7 +78,7 @@ def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
     for event in reversed(trace[until:]):
         if event.action == "alloc":
             blocks.pop(event.addr, None)
-        elif event.action in _FREED:
+        elif event.action == "free_completed":
             blocks[event.addr] = (event.size, None)
         elif event.action == "segment_free":
             segments[event.addr] = event.size
@@ -113,21 +111,10 @@ def _device(snapshot: Snapshot, device: int | None) -> int:
     return max(failed or reserved or traced or [0], key=lambda k: (reserved[k], -k))
 
 
-def _blocks(segment: Segment) -> list[tuple[int, tuple[int, Any]]]:
-    """Address, bytes and stack of the blocks in use."""
-    found: list[tuple[int, tuple[int, Any]]] = []
-    address = segment.address
-    for block in segment.blocks:
-        address = block.address if block.address >= 0 else address
-        if block.state != "inactive":
-            found.append((address, (block.size, block.frames or None)))
-        address += block.size
-    return found
-
-
 def _peak(trace: list[Event], left_bytes: int) -> int:
     """Number of events until the first moment of largest use, found backwards from ``left_bytes``, the use at the end."""
-    changes = (event.size if event.action == "alloc" else -event.size * (event.action in _FREED) for event in reversed(trace))
+    signs = {"alloc": 1, "free_completed": -1}
+    changes = (event.size * signs.get(event.action, 0) for event in reversed(trace))
     held = list(accumulate(changes, sub, initial=left_bytes))[::-1]
     return held.index(max(held))
 
@@ -155,15 +142,9 @@ def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[
 def _with_stacks(blocks: dict[int, tuple[int, Any]], before: list[Event]) -> tuple[BlockInUse, ...]:
     """Blocks with the stacks of their allocations, found among the events before the moment."""
     allocated: dict[int, Any] = {}
-    awaits: set[int] = set()
     for event in before:
         if event.action == "alloc":
             allocated[event.addr] = event.frames
-            awaits.discard(event.addr)
-        elif event.action == "free_requested":
-            awaits.add(event.addr)
-        elif event.action in _FREED:
+        elif event.action == "free_completed":
             allocated.pop(event.addr, None)
-    return tuple(
-        BlockInUse(address, size, allocated.get(address, frames), address in awaits) for address, (size, frames) in blocks.items()
-    )
+    return tuple(BlockInUse(address, size, allocated.get(address, frames)) for address, (size, frames) in blocks.items())

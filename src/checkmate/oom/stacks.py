@@ -16,7 +16,6 @@ OPTIMIZER = "optimizer: state and temporaries"
 PARAMETERS = "parameters and buffers"
 NO_STACK = "no Python stack: usually the backward"
 BEFORE = "no stack: allocated before the recording, or without stacks"
-AWAITS = "freed: another stream may still read it"
 OTHER = "other"
 
 _TORCH = re.compile(
@@ -45,12 +44,9 @@ def origin_of(frames: Sequence[Frame]) -> Origin:
     python = [frame for frame in frames if not _NOT_PYTHON.search(_path(frame))]
     user = next((frame for frame in python if not _TORCH.search(_path(frame))), python[0] if python else None)
     if user is None:
-        # A value of a plan has a name and no file.
-        place = "" if not frames or frames[0].filename else shortened(printable(frames[0].name))
-    else:
-        file, name = (shortened(printable(text)) for text in (_short(_path(user)), user.name))
-        place = f"{file}:{user.line} {name}".rstrip()
-    return Origin(place, _kind(frames, bool(python)))
+        return Origin("", _kind(frames, has_python=False))
+    file, name = (shortened(printable(text)) for text in (_short(_path(user)), user.name))
+    return Origin(f"{file}:{user.line} {name}".rstrip(), _kind(frames, has_python=True))
 
 
 def _kind(frames: Sequence[Frame], has_python: bool) -> str:
@@ -78,9 +74,7 @@ def _kind(frames: Sequence[Frame], has_python: bool) -> str:
         return FORWARD
     if has("torch/nn/modules/", "__init__", "reset_parameters"):
         return PARAMETERS
-    # `checkmate.report.memory_snapshot` names its blocks by category.
-    named = re.search(r"(?:^|\[)(\w+)\]?$", frames[0].name) if frames and not frames[0].filename else None
-    return f"{named[1]}: of a plan" if named else OTHER if has_python else NO_STACK
+    return OTHER if has_python else NO_STACK
 
 
 def _path(frame: Frame) -> str:

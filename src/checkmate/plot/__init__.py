@@ -11,18 +11,8 @@ except ModuleNotFoundError as error:
         "figures need matplotlib, which is not installed", hint='pip install "checkmate-remat[plot]"'
     ) from error
 
-from checkmate.plot.memory import memory_by_category, memory_timeline
-from checkmate.plot.plans import computed_again, pareto_curve, peak_residents, schedule
-from checkmate.plot.style import themed_svg
+from checkmate.plot.figures import memory_timeline, pareto_curve, schedule, themed_svg
 
 del _matplotlib
 
-__all__ = [
-    "computed_again",
-    "memory_by_category",
-    "memory_timeline",
-    "pareto_curve",
-    "peak_residents",
-    "schedule",
-    "themed_svg",
-]
+__all__ = ["memory_timeline", "pareto_curve", "schedule", "themed_svg"]

@@ -1,6 +1,6 @@
-"""Reports about plans: one offline HTML file, and exports for the viewers of Perfetto and PyTorch."""
+"""Reports about plans: one offline HTML file, and a trace for the viewer of Perfetto."""
 
-from checkmate.report.exports import memory_snapshot, perfetto_trace
+from checkmate.report.data import perfetto_trace
 from checkmate.report.page import PageText, html_report
 
-__all__ = ["PageText", "html_report", "memory_snapshot", "perfetto_trace"]
+__all__ = ["PageText", "html_report", "perfetto_trace"]

@@ -1,12 +1,10 @@
-"""Exports are opened by the readers that they are for, and say what `simulate` says."""
+"""A trace is opened by the viewer that it is for, and says what `simulate` says."""
 
 from __future__ import annotations
 
 import functools
 import http.server
-import io
 import json
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -17,52 +15,13 @@ import pytest
 
 import checkmate
 from checkmate import Compute, simulate
-from checkmate.report import memory_snapshot, perfetto_trace
+from checkmate.report import perfetto_trace
 from tests.plot.graphs import AGAIN, chain, plan
 from tests.report.plans import captured
 
 
 def steps(name: str) -> tuple[checkmate.Graph, checkmate.Plan]:
     return (chain(), plan(AGAIN)) if name == "chain" else captured(name)
-
-
-def peak_of(snapshot: dict) -> tuple[int, int]:
-    """The peak as the viewer derives it, backwards from what is left; and what was there at first."""
-    left = sum(block["size"] for segment in snapshot["segments"] for block in segment["blocks"])
-    events = snapshot["device_traces"][0]
-    change = {"alloc": 1, "free_completed": -1}
-    held = first = left - sum(change.get(event["action"], 0) * event["size"] for event in events)
-    peak = held
-    for event in events:
-        held += change.get(event["action"], 0) * event["size"]
-        peak = max(peak, held)
-    assert held == left
-    return peak, first
-
-
-@pytest.mark.parametrize("name", ["chain", "unet", "bert"])
-def test_memory_snapshot_peaks_where_simulate_does(name):
-    """Allocations and frees in order give the same peak, from what is resident on."""
-    graph, found = steps(name)
-    peak, first = peak_of(memory_snapshot(graph, found))
-    assert first == graph.resident_bytes
-    assert peak == simulate(graph, found).peak_bytes
-
-
-@pytest.mark.parametrize("name", ["chain", "bert"])
-def test_memory_snapshot_is_read_by_torchs_viewer(name):
-    """Pickled as its users have it: its reader lists every event, sums the segments and makes its page."""
-    viewer = pytest.importorskip("torch.cuda._memory_viz")
-    graph, found = steps(name)
-    snapshot = pickle.load(io.BytesIO(pickle.dumps(memory_snapshot(graph, found))))
-    listed = viewer.trace(snapshot).splitlines()
-    actions = [event["action"] for event in snapshot["device_traces"][0]]
-    assert sum(" = " in line for line in listed) == actions.count("alloc") > 0
-    assert sum(line.startswith("# free completed") for line in listed) == actions.count("free_completed") > 0
-    left = sum(segment["allocated_size"] for segment in snapshot["segments"])
-    assert viewer.Bytes(left).__repr__() in viewer.segsum(snapshot)
-    assert "add_local_files" in viewer.trace_plot(snapshot)
-    assert viewer.segment_plot(snapshot)
 
 
 def test_trace_lies_on_the_time_of_its_ops():
