@@ -122,25 +122,25 @@ class ForecastOptions(TracedOptions, total=False):
     Attributes:
         whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
         autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
-        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
-            peak, plan and largest sizes are then for the step with some regions in pieces, which are named. To train at this
-            batch give `compile` the budget and the same ``chunking``, not the plan. ``"exact"`` is refused: nothing runs.
         time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
             three traces; searches without any time left are skipped, with a remark.
     """
 
     whole: bool | None
-    chunking: Chunking
 
 
 class FitsOptions(ForecastOptions, total=False):
-    """All options of `checkmate.torch.fits`: `ForecastOptions`, and this.
+    """All options of `checkmate.torch.fits`: `ForecastOptions`, and these.
 
     Attributes:
+        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
+            peak and plan are then for the step with some regions in pieces, which are named; the largest sizes are with nothing
+            in pieces. ``"exact"`` is refused: nothing runs.
         host: Memory of the host that values may be copied to over the device's bus (``"32GiB"``). The verdict and the plan are
             then with copies; the smallest peak and the largest sizes are without.
     """
 
+    chunking: Chunking
     host: Amount | None
 
 

@@ -11,11 +11,9 @@ from torch import nn
 
 import checkmate
 import checkmate.torch
-from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError
+from checkmate.core.errors import OptionError
 from checkmate.core.units import parse_bytes
 from checkmate.studies.fit_report import Fits
-from checkmate.torch.chunking.regions import Region
-from checkmate.torch.forecast import in_pieces
 
 VOCABULARY, WIDTH, TOKENS = 65536, 512, 4096
 MEMORY = parse_bytes("2GiB")
@@ -71,57 +69,9 @@ def test_what_keeps_everything_runs_nothing_in_pieces() -> None:
     assert answer.smallest_bytes < whole.smallest_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("plenty")
-def test_longer_sequences_fit_in_pieces() -> None:
-    """A trace at the longest one confirms it; the bound is one for the step in pieces."""
-    whole, pieces = (ask(memory=MEMORY, sequence_dim=1, chunking=each).longest_sequence for each in ("off", "auto"))
-    assert whole is not None
-    assert pieces is not None
-    assert 3 * whole.upper_bound < pieces.batch <= pieces.upper_bound
-    assert whole.result.remarks == ()
-    assert pieces.result.remarks == (f"in pieces: head + loss, 32 pieces of {2 * pieces.batch // 32:,}",)
-    assert pieces.why.endswith("with head + loss in pieces")
-    assert pieces.result.peak_bytes <= MEMORY
-    assert pieces.result.overhead > 1
-
-
-@pytest.mark.usefixtures("plenty")
-def test_regions_that_are_others_at_other_sizes_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is then that with nothing in pieces, and says why."""
-
-    def grown(region: Region, graph: torch.fx.Graph, nodes: dict[str, torch.fx.Node]) -> Region:
-        raise GraphError(f"{region.seed.name} is another")
-
-    monkeypatch.setattr(in_pieces, "_grown", grown)
-    answer = ask(memory=MEMORY, sequence_dim=1, chunking="auto")
-    assert answer.longest_sequence is not None
-    assert answer.longest_sequence.result.remarks == ()
-    assert answer.longest_sequence.batch <= TOKENS // 4
-    assert any("the largest sequence was looked for with nothing in pieces: " in remark for remark in answer.remarks)
-
-
 @pytest.mark.parametrize("chunking", ["exact", "sometimes"])
 def test_what_cannot_be_known_without_the_device_is_refused(chunking: str) -> None:
     """Which regions keep every bit is found out by running them."""
     with pytest.raises(OptionError, match="chunking=") as refused:
         ask(chunking=chunking)
     assert "chunking='" in refused.value.hint
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("plenty")
-def test_the_largest_batch_in_pieces_runs_in_pieces() -> None:
-    """On the device at hand, where times of pieces are measured; training at that batch keeps the budget."""
-    model, tokens = Head(4096, 32), torch.zeros(2, 64, dtype=torch.long)
-    given: dict[str, Any] = {"budget": "12MiB", "max_overhead": 4.0, "time_limit_s": 6.0}  # times of small ops vary
-    whole = checkmate.torch.largest_batch(model, example={"tokens": tokens, "labels": tokens}, **given)
-    found = checkmate.torch.largest_batch(model, example={"tokens": tokens, "labels": tokens}, chunking="auto", **given)
-    assert whole.upper_bound < found.batch
-    assert "in pieces: head + loss" in str(found)
-    torch._dynamo.reset()
-    larger = tokens[:1].repeat(found.batch, 1)
-    step = checkmate.torch.compile(model, example={"tokens": larger, "labels": larger}, budget="12MiB", chunking="auto")
-    assert step.result.peak_bytes <= parse_bytes("12MiB")
-    with pytest.raises(InfeasibleBudgetError):
-        checkmate.torch.compile(model, example={"tokens": larger, "labels": larger}, budget="12MiB")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
 
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
@@ -23,14 +25,14 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.chunking.choose import ChunkedStep
+from checkmate.torch.chunking.choose import ChunkedStep, Chunks, choose_chunks, with_pieces, with_smallest_peak
+from checkmate.torch.chunking.region_groups import RegionGroup
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import FitsOptions, check_chunking, fields_of
+from checkmate.torch.options import Chunking, FitsOptions, check_chunking, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
@@ -98,7 +100,7 @@ def fits(
             hint="give the dimension in which all tensors of the example have the sequence length, usually 1",
         )
     step = tracer.traced()
-    return _Forecast(tracer, target, room, step, least_peak(step, chunking)).report(began, sequence_dim)
+    return _Forecast(tracer, target, room, step, _least_peak(step, chunking)).report(began, sequence_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,7 @@ class _Forecast:
         verdict, graph, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
         search = {"tracer": tracer, "step": step, "available_bytes": room.available_bytes, "remarks": self.remarks}
-        kinds = self.least.groups
-        longest = None if sequence_dim is None else SizeSearch(**search, kinds=kinds, name="sequence", dim=sequence_dim).run()
+        longest = None if sequence_dim is None else SizeSearch(**search, name="sequence", dim=sequence_dim).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
         reserved = self._reserved(graph, result)
@@ -168,11 +169,11 @@ class _Forecast:
             keep_all_bytes=step.keep_all_bytes,
             smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
             floor_bytes=floor_bytes,
-            why="the optimizer's step needs all gradients" if by_update else why_in_pieces(smallest.why, kinds),
+            why="the optimizer's step needs all gradients" if by_update else _why_in_pieces(smallest.why, self.least.groups),
             result=result,
             reserved_bytes=reserved,
             batch=batch,
-            largest_batch=None if batch is None else SizeSearch(**search, kinds=kinds).run(),
+            largest_batch=None if batch is None else SizeSearch(**search).run(),
             sequence=sequence,
             longest_sequence=longest,
             remarks=tuple(self.remarks),
@@ -206,7 +207,7 @@ class _Forecast:
             return "does not fit", graph, None
         limit_s = self.tracer.share_s(0.5)  # this is the main result
         if self.least.groups:
-            found = best_in_pieces(step, self.least, smallest, available, limit_s)
+            found = _best_in_pieces(step, self.least, smallest, available, limit_s)
             if found is not None:
                 self.remarks += found[1].remarks
                 return "fits with recomputation", *found
@@ -240,3 +241,39 @@ class _Forecast:
                 "free segments before it fails, which costs time; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less"
             )
         return found
+
+
+_ANY = Chunks(exact=False)
+
+
+def _least_peak(step: TracedStep, chunking: Chunking) -> ChunkedStep[Capture]:
+    """A step with those regions in pieces that lower its smallest peak; with ``"off"`` there are none."""
+    return ChunkedStep(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
+
+
+def _best_in_pieces(
+    step: TracedStep, least: ChunkedStep[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
+) -> tuple[Graph, Result] | None:
+    """The cheapest plan found within a budget, with its graph; None if none was found.
+
+    The last resort is the plan of the smallest peak, on the graph of ``least``.
+    """
+
+    def plan(capture: Capture, time_s: float | None) -> Result:
+        return solve(Problem(capture.graph, budget_bytes), limits=Limits(time_s=time_s))
+
+    try:
+        found = choose_chunks(step.captured, _ANY, budget_bytes, time_limit_s, plan)
+    except (InfeasibleBudgetError, PlanNotFoundError):
+        found = None
+    if found is not None:
+        return found[0].graph, found[1]
+    if smallest.peak_bytes > budget_bytes:
+        return None
+    graph = least.captured.graph
+    return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.groups)
+
+
+def _why_in_pieces(why: str, kinds: Sequence[RegionGroup]) -> str:
+    """The reason for a bound that holds for plans with some regions piece by piece."""
+    return ", ".join([why, *(f"with {kind.place} in pieces" for kind in kinds)])

@@ -15,10 +15,9 @@ from checkmate.core.units import Amount, format_at_least, format_bytes, parse_by
 from checkmate.frontend import progress
 from checkmate.frontend.options import TIME_LIMIT_S, takes_options
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
-from checkmate.torch.forecast.in_pieces import least_peak
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.options import ForecastOptions, check_chunking, fields_of
+from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
@@ -61,7 +60,7 @@ class LargestBatch:
     __str__ = render
 
 
-@takes_options(ForecastOptions, StepRecipe, chunking="off", time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
 def largest_batch(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -95,7 +94,7 @@ def largest_batch(
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
         PlanNotFoundError: No batch was confirmed by its own trace.
-        OptionError: The tensors of the example have no common size in the dimension, or ``chunking`` is ``"exact"``.
+        OptionError: The tensors of the example have no common size in the dimension.
         GraphBreakError: The step cannot be traced as one graph.
         GraphError: The step has another structure at other sizes.
 
@@ -108,8 +107,7 @@ def largest_batch(
         (True, True)
     """
     began = time.perf_counter()
-    chunking, until = options.get("chunking", "off"), began + options.get("time_limit_s", 2 * TIME_LIMIT_S)
-    check_chunking(chunking)
+    until = began + options.get("time_limit_s", 2 * TIME_LIMIT_S)
     budget_bytes = parse_bytes(budget)
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example, "clip_norm": clip_norm}
     tracer = DeviceTracer(StepRecipe(**given, **fields_of(StepRecipe, options)), until)
@@ -119,15 +117,14 @@ def largest_batch(
     with progress.shown("looking for the largest batch"):
         step = tracer.traced()
         _check_update(step, budget_bytes)
-        kinds = least_peak(step, chunking).groups
-        search = {"tracer": tracer, "step": step, "available_bytes": budget_bytes, "kinds": kinds, "max_overhead": max_overhead}
-        return _largest(SizeSearch(**search), sequence_dim, began)
+        search = SizeSearch(tracer=tracer, step=step, available_bytes=budget_bytes, max_overhead=max_overhead)
+        return _largest(search, sequence_dim, began)
 
 
 def _largest(search: SizeSearch, sequence_dim: int | None, began: float) -> LargestBatch:
     """The largest batch, and the longest sequence, each in half of the remaining time."""
     tracer, until, longest = search.tracer, search.tracer.until, None
-    longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _steps={})
+    longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _graphs={})
     if longer is not None:
         tracer.until -= (until - time.perf_counter()) / 2
     found = search.found()
@@ -166,5 +163,4 @@ def _check_update(step: TracedStep, budget_bytes: int) -> None:
 
 def _described(what: str, size: int, result: Result, upper_bound: int, why: str) -> str:
     exact = "no larger one fits" if size == upper_bound else f"none above {upper_bound} fits"
-    pieces = "".join(f"; {remark}" for remark in result.remarks)
-    return f"{what} {size}: peak {format_bytes(result.peak_bytes)} at {result.overhead:.3f}x the cost; {exact}: {why}{pieces}"
+    return f"{what} {size}: peak {format_bytes(result.peak_bytes)} at {result.overhead:.3f}x the cost; {exact}: {why}"

@@ -17,11 +17,7 @@ from checkmate.core.simulate import simulate
 from checkmate.frontend.planner import result_of_order
 from checkmate.studies.affine import AffineGraph, check_same_structure
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
-from checkmate.torch.chunking.choose import ChunkedStep, with_pieces
-from checkmate.torch.chunking.region_groups import RegionGroup
-from checkmate.torch.forecast.in_pieces import why_in_pieces, with_same_regions
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.joint.capture import Capture
 
 _SOLVE_S = 2.0
 """Least seconds to start a search for plans."""
@@ -35,18 +31,17 @@ class SizeSearch:
     """The search for the largest size of a dimension of the example's tensors for which a plan fits.
 
     The upper bound holds if no size grows slower than a line; for sequences, than a parabola if a quarter, half and all of the
-    present length are on one. It bounds plans with the same regions in pieces.
+    present length are on one. It bounds plans with nothing in pieces.
     """
 
     tracer: DeviceTracer
     step: TracedStep  # at the size of the example
     available_bytes: int
-    kinds: Sequence[RegionGroup] = ()  # the regions that run piece by piece
     name: Literal["batch", "sequence"] = "batch"
     dim: int = 0
-    max_overhead: MaxOverhead = ONE_EXTRA_FORWARD  # relative to the step with nothing in pieces
+    max_overhead: MaxOverhead = ONE_EXTRA_FORWARD
     remarks: list[str] = field(default_factory=list[str])  # reservations, or the reason why there is no answer
-    _steps: dict[int, TracedStep] = field(default_factory=dict[int, TracedStep])
+    _graphs: dict[int, Graph] = field(default_factory=dict[int, Graph])
 
     def run(self) -> MaxBatch | None:
         """The largest size; None, with a remark, if unknown."""
@@ -64,52 +59,39 @@ class SizeSearch:
         return None
 
     def found(self) -> MaxBatch:
-        """The largest size; if none is found in pieces, the largest with nothing in pieces.
+        """The largest size.
 
         Raises:
             InfeasibleBudgetError: Proven: not even a size of one fits.
             PlanNotFoundError: No size was confirmed by its own trace.
             GraphError: The step has another structure at other sizes.
         """
-        if self.kinds:
-            try:
-                return self._found()
-            except (InfeasibleBudgetError, PlanNotFoundError, GraphError) as error:
-                self.remarks.append(f"the largest {self.name} was looked for with nothing in pieces: {error.message}")
-                self.kinds = ()
-        return self._found()
-
-    def _found(self) -> MaxBatch:
-        tracer, kinds = self.tracer, self.kinds
+        tracer = self.tracer
         sizes = self._first_sizes()
-        curve = _curve(sizes, lambda size: self._in_pieces(size).captured.graph)
-        whole = _curve(sizes, self._whole) if kinds else curve
+        curve = _curve(sizes, self._graph)
         found = max_batch(
             curve,
             budget_bytes=self.available_bytes,
             limits=Limits(time_s=tracer.share_s(0.6)),  # the rest is for the trace that confirms the size
             max_overhead=self.max_overhead,
-            reference_at=whole if kinds else None,
             size_name="length" if self.name == "sequence" else self.name,
         )
-        # On an emulated device, attention pads other lengths to multiples of 8 by separate ops; pieces are equal parts.
-        if self.name == "sequence" and found.batch > _ROWS and (kinds or tracer.target is not None):
+        # On an emulated device, attention pads other lengths to multiples of 8 by separate ops.
+        if self.name == "sequence" and found.batch > _ROWS and tracer.target is not None:
             found = replace(found, batch=found.batch - found.batch % _ROWS)
-        elif self.name == "batch" and kinds:
-            found = replace(found, batch=_whole_sequences(found.batch, kinds))
         if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
             where = f"lines through {sizes[-2]} and {sizes[-1]}"
             self.remarks.append(f"the largest {self.name} is from {where}, and was not traced itself")
-            return _with_plan(found, curve(found.batch), whole(found.batch), kinds) if kinds else found
+            return found
         # A size that its own trace refutes is reduced in proportion: one more trace is enough if kernels round sizes up.
         size = found.batch
         for _ in range(2):
-            pieces = self._in_pieces(size)
-            graph = pieces.captured.graph
+            graph = self._graph(size)
             _check_like_others(graph, curve(size), size)
             peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
             if peak <= self.available_bytes:
-                return _with_plan(replace(found, batch=size), graph, self._whole(size), pieces.groups)
+                result = result_of_order(graph, found.plan.order)
+                return replace(found, batch=size, plan=result.plan, result=result)
             size = size * self.available_bytes // peak
             if peak > 1.02 * self.available_bytes or size < 1:
                 break
@@ -126,14 +108,14 @@ class SizeSearch:
         """
         tracer, now = self.tracer, self.tracer.size(self.dim)
         assert now is not None
-        self._steps[now] = self.step
+        self._graphs[now] = self.step.graph
         if self.name == "sequence" and now > 1:
             half, quarter = now // 2, now // 4
-            self._whole(half)
+            self._graph(half)
             wanted = 1 < quarter < half and tracer.has_time_for(_SOLVE_S + 2 * tracer.trace_s)
             return (quarter, half, now) if wanted else (half, now)
         try:
-            check_same_structure(self._whole(now), now, self._whole(2 * now), 2 * now)
+            check_same_structure(self._graph(now), now, self._graph(2 * now), 2 * now)
         except GraphError:
             # Size 1 is special: torch broadcasts it, and its stride is arbitrary: the graph may differ from all others.
             if now > 1 or not tracer.has_time_for(_SOLVE_S + tracer.trace_s):
@@ -141,22 +123,11 @@ class SizeSearch:
             return 2, 4
         return now, 2 * now
 
-    def _whole(self, size: int) -> Graph:
-        """The graph of the step at a size with nothing in pieces."""
-        if size not in self._steps:
-            self._steps[size] = self.tracer.traced(self.dim, size)
-        return self._steps[size].graph
-
-    def _in_pieces(self, size: int) -> ChunkedStep[Capture]:
-        """The step at a size, with its regions in pieces."""
-        self._whole(size)
-        return with_same_regions(self._steps[size].captured, self.kinds)
-
-
-def _with_plan(found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[RegionGroup]) -> MaxBatch:
-    """The same size, with its plan on a graph at that size."""
-    result = with_pieces(result_of_order(graph, found.plan.order), whole, kinds)
-    return replace(found, plan=result.plan, result=result, why=why_in_pieces(found.why, kinds))
+    def _graph(self, size: int) -> Graph:
+        """The graph of the step at a size."""
+        if size not in self._graphs:
+            self._graphs[size] = self.tracer.traced(self.dim, size).graph
+        return self._graphs[size]
 
 
 def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
@@ -167,12 +138,6 @@ def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
             f"the step traces to another structure at {size} than at the sizes that the search was made from",
             hint="give an example of a larger size",
         ) from error
-
-
-def _whole_sequences(batch: int, kinds: Sequence[RegionGroup]) -> int:
-    """The largest batch up to this one whose pieces are whole sequences, or equal parts of one."""
-    count = max(region.count for kind in kinds for region in kind.regions)
-    return batch - batch % (count if batch >= count else 1 << (batch.bit_length() - 1))
 
 
 def _curve(sizes: Sequence[int], graph_at: Callable[[int], Graph]) -> AffineGraph | QuadraticGraph:
