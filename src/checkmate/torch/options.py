@@ -130,17 +130,13 @@ class ForecastOptions(TracedOptions, total=False):
 
 
 class FitsOptions(ForecastOptions, total=False):
-    """All options of `checkmate.torch.fits`: `ForecastOptions`, and these.
+    """All options of `checkmate.torch.fits`: `ForecastOptions`, and this.
 
     Attributes:
-        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
-            peak and plan are then for the step with some regions in pieces, which are named; the largest sizes are with nothing
-            in pieces. ``"exact"`` is refused: nothing runs.
         host: Memory of the host that values may be copied to over the device's bus (``"32GiB"``). The verdict and the plan are
             then with copies; the smallest peak and the largest sizes are without.
     """
 
-    chunking: Chunking
     host: Amount | None
 
 

@@ -33,13 +33,6 @@ def test_copies_are_part_of_the_answer():
     assert any("copies to the host end the step" in remark for remark in host.remarks)
 
 
-def test_host_and_chunking_are_refused_together():
-    """Before anything is traced."""
-    model, example = case(8)
-    with pytest.raises(checkmate.OptionError, match="not planned together"):
-        checkmate.torch.fits(model, LOSS, example=example, device="H100", host="1GiB", chunking="auto")
-
-
 def test_a_device_without_a_bus_has_no_host():
     """The CPU copies nowhere."""
     model, example = case(8)

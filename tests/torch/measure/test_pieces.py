@@ -21,7 +21,18 @@ from checkmate.torch.measure.estimates import estimate_ns, estimated_costs, piec
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.recipe import StepRecipe
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
-from tests.torch.forecast.test_in_pieces import Head
+
+
+class Head(torch.nn.Module):
+    """Embedding and head: the logits are by far the largest tensor."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(self.embedding(tokens).tanh()).flatten(0, 1), labels.flatten())
 
 
 def traced(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
 
-from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
-from checkmate.core.evaluate import evaluate
-from checkmate.core.graph import Graph
+from checkmate.core.errors import OptionError
 from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Reason, Result
@@ -25,19 +22,16 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.chunking.choose import ChunkedStep, Chunks, choose_chunks, with_pieces, with_smallest_peak
-from checkmate.torch.chunking.region_groups import RegionGroup
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Chunking, FitsOptions, check_chunking, fields_of
+from checkmate.torch.options import FitsOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
-@takes_options(FitsOptions, StepRecipe, chunking="off", time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(FitsOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
 def fits(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -53,7 +47,7 @@ def fits(
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
     The step is traced with fake tensors: nothing runs and nothing is allocated. Model and example may be on the meta device
-    (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, also of pieces: no device is
+    (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates: no device is
     faster. Unknown workspace is listed in ``remarks``; the headroom is for it.
 
     Args:
@@ -72,8 +66,7 @@ def fits(
         The report; true if the step fits.
 
     Raises:
-        OptionError: The device or the optimizer is unknown, the memory leaves nothing for the step, or ``chunking`` is
-            ``"exact"``.
+        OptionError: The device or the optimizer is unknown, or the memory leaves nothing for the step.
         GraphBreakError: The step cannot be traced as one graph.
 
     Examples:
@@ -84,10 +77,7 @@ def fits(
         >>> bool(answer), answer.verdict, answer.parameter_bytes, answer.state_bytes
         (True, 'keeps everything', 4198400, 8396800)
     """
-    began, chunking, host = time.perf_counter(), options.get("chunking", "off"), options.get("host")
-    check_chunking(chunking)
-    if host is not None and chunking != "off":
-        raise OptionError("host and chunking are not planned together", hint="leave out chunking, or host")
+    began, host = time.perf_counter(), options.get("host")
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
     room = _Room.of(target.device, memory, headroom, None if host is None else target.device.host_memory(host))
     name = optimizer if isinstance(optimizer, str) else None
@@ -100,7 +90,7 @@ def fits(
             hint="give the dimension in which all tensors of the example have the sequence length, usually 1",
         )
     step = tracer.traced()
-    return _Forecast(tracer, target, room, step, _least_peak(step, chunking)).report(began, sequence_dim)
+    return _Forecast(tracer, target, room, step).report(began, sequence_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +130,6 @@ class _Forecast:
     target: EmulatedDevice
     room: _Room
     step: TracedStep
-    least: ChunkedStep[Capture]  # the step with the smallest peak
     remarks: list[str] = field(default_factory=list[str])
 
     def report(self, began: float, sequence_dim: int | None) -> Fits:
@@ -148,28 +137,28 @@ class _Forecast:
         tracer, step, room = self.tracer, self.step, self.room
         self._caveats()
         # The search has to prove its result, and rarely needs more time.
-        smallest = min_budget(self.least.captured.graph, limits=Limits(time_s=tracer.share_s(0.2)))
-        verdict, graph, result = self._best(smallest)
+        smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)))
+        verdict, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
         search = {"tracer": tracer, "step": step, "available_bytes": room.available_bytes, "remarks": self.remarks}
         longest = None if sequence_dim is None else SizeSearch(**search, name="sequence", dim=sequence_dim).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
-        reserved = self._reserved(graph, result)
+        reserved = self._reserved(result)
         return Fits(
             verdict=verdict,
             device=self.target.device,
             memory_bytes=room.memory_bytes,
             headroom_bytes=room.headroom_bytes,
             available_bytes=room.available_bytes,
-            graph=graph,
+            graph=step.graph,
             whole=step.spec.whole,
             parameter_bytes=step.parameter_bytes,
             state_bytes=step.state_bytes,
             keep_all_bytes=step.keep_all_bytes,
             smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
             floor_bytes=floor_bytes,
-            why="the optimizer's step needs all gradients" if by_update else _why_in_pieces(smallest.why, self.least.groups),
+            why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
             reserved_bytes=reserved,
             batch=batch,
@@ -197,43 +186,36 @@ class _Forecast:
             share = f"{target.unknown_workspace.total()} of {len(self.step.graph.ops)} ops"
             remarks.append(f"workspace is not known, and counts as nothing, of {share}: {names}")
 
-    def _best(self, smallest: MinBudget) -> tuple[Verdict, Graph, Result | None]:
-        """The verdict for the available bytes, and the cheapest plan found with its graph."""
+    def _best(self, smallest: MinBudget) -> tuple[Verdict, Result | None]:
+        """The verdict for the available bytes, and the cheapest plan found."""
         step, graph, available, host = self.step, self.step.graph, self.room.available_bytes, self.room.host
         if step.keep_all_bytes <= available:
-            return "keeps everything", graph, keep_everything(graph)
+            return "keeps everything", keep_everything(graph)
         lowest = smallest.floor_bytes if host is None else floor(graph, copies=True).peak_bytes
         if max(lowest, step.update_bytes) > available:
-            return "does not fit", graph, None
-        limit_s = self.tracer.share_s(0.5)  # this is the main result
-        if self.least.groups:
-            found = _best_in_pieces(step, self.least, smallest, available, limit_s)
-            if found is not None:
-                self.remarks += found[1].remarks
-                return "fits with recomputation", *found
-        else:
-            known = smallest.plan if smallest.peak_bytes <= available else None
-            problem = Problem(graph, available, host=host)
-            result = solve(problem, limits=Limits(time_s=limit_s), initial=known, raise_on_failure=False)
-            if host is not None:
-                self.remarks.append("the smallest peak, its floor and the largest sizes are those without copies to the host")
-                self.remarks += result.remarks
-            if isinstance(result, Result):
-                return ("fits with recomputation" if result.plan.host is None else "fits with offload"), graph, result
-            if result.termination.reason is Reason.INFEASIBLE:
-                self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
-                return "does not fit", graph, None
+            return "does not fit", None
+        known = smallest.plan if smallest.peak_bytes <= available else None
+        limits = Limits(time_s=self.tracer.share_s(0.5))  # this is the main result
+        result = solve(Problem(graph, available, host=host), limits=limits, initial=known, raise_on_failure=False)
+        if host is not None:
+            self.remarks.append("the smallest peak, its floor and the largest sizes are those without copies to the host")
+            self.remarks += result.remarks
+        if isinstance(result, Result):
+            return ("fits with recomputation" if result.plan.host is None else "fits with offload"), result
+        if result.termination.reason is Reason.INFEASIBLE:
+            self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
+            return "does not fit", None
         self.remarks.append(
             f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: raise time_limit_s"
         )
-        return "not known", graph, None
+        return "not known", None
 
-    def _reserved(self, graph: Graph, result: Result | None) -> int | None:
+    def _reserved(self, result: Result | None) -> int | None:
         """Bytes that PyTorch's caching allocator reserves on the device for a plan; None for another allocator."""
         device = self.target.device
         if device.kind != "cuda" or result is None:
             return None
-        found = reserved_bytes(graph, result.plan, self.step.resident_sizes)
+        found = reserved_bytes(self.step.graph, result.plan, self.step.resident_sizes)
         left = self.room.memory_bytes - device.context_bytes
         if found > left:
             self.remarks.append(
@@ -241,39 +223,3 @@ class _Forecast:
                 "free segments before it fails, which costs time; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less"
             )
         return found
-
-
-_ANY = Chunks(exact=False)
-
-
-def _least_peak(step: TracedStep, chunking: Chunking) -> ChunkedStep[Capture]:
-    """A step with those regions in pieces that lower its smallest peak; with ``"off"`` there are none."""
-    return ChunkedStep(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
-
-
-def _best_in_pieces(
-    step: TracedStep, least: ChunkedStep[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
-) -> tuple[Graph, Result] | None:
-    """The cheapest plan found within a budget, with its graph; None if none was found.
-
-    The last resort is the plan of the smallest peak, on the graph of ``least``.
-    """
-
-    def plan(capture: Capture, time_s: float | None) -> Result:
-        return solve(Problem(capture.graph, budget_bytes), limits=Limits(time_s=time_s))
-
-    try:
-        found = choose_chunks(step.captured, _ANY, budget_bytes, time_limit_s, plan)
-    except (InfeasibleBudgetError, PlanNotFoundError):
-        found = None
-    if found is not None:
-        return found[0].graph, found[1]
-    if smallest.peak_bytes > budget_bytes:
-        return None
-    graph = least.captured.graph
-    return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.groups)
-
-
-def _why_in_pieces(why: str, kinds: Sequence[RegionGroup]) -> str:
-    """The reason for a bound that holds for plans with some regions piece by piece."""
-    return ", ".join([why, *(f"with {kind.place} in pieces" for kind in kinds)])
