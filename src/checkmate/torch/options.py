@@ -129,17 +129,6 @@ class ForecastOptions(TracedOptions, total=False):
     whole: bool | None
 
 
-class FitsOptions(ForecastOptions, total=False):
-    """All options of `checkmate.torch.fits`: `ForecastOptions`, and this.
-
-    Attributes:
-        host: Memory of the host that values may be copied to over the device's bus (``"32GiB"``). The verdict and the plan are
-            then with copies; the smallest peak and the largest sizes are without.
-    """
-
-    host: Amount | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of ``torch.compile(model, backend="checkmate", options={...})``, checked.

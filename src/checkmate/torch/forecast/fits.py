@@ -10,14 +10,12 @@ from typing import Unpack
 import torch
 
 from checkmate.core.errors import OptionError
-from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Reason, Result
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import TIME_LIMIT_S, takes_options
 from checkmate.frontend.planner import keep_everything
-from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
@@ -26,12 +24,12 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import FitsOptions, fields_of
+from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
-@takes_options(FitsOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
 def fits(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -42,7 +40,7 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
-    **options: Unpack[FitsOptions],
+    **options: Unpack[ForecastOptions],
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
@@ -60,7 +58,7 @@ def fits(
         memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
-        options: Further options; `FitsOptions` describes them.
+        options: Further options; `ForecastOptions` describes them.
 
     Returns:
         The report; true if the step fits.
@@ -77,9 +75,9 @@ def fits(
         >>> bool(answer), answer.verdict, answer.parameter_bytes, answer.state_bytes
         (True, 'keeps everything', 4198400, 8396800)
     """
-    began, host = time.perf_counter(), options.get("host")
+    began = time.perf_counter()
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
-    room = _Room.of(target.device, memory, headroom, None if host is None else target.device.host_memory(host))
+    room = _Room.of(target.device, memory, headroom)
     name = optimizer if isinstance(optimizer, str) else None
     given = {"model": model, "loss": loss, "optimizer": None if name else optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
@@ -95,15 +93,14 @@ def fits(
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The memory of a device, the part of it to leave free, the rest less the context, and memory of the host."""
+    """The memory of a device, the part of it to leave free, and the rest less the context."""
 
     memory_bytes: int
     headroom_bytes: int
     available_bytes: int
-    host: HostMemory | None
 
     @classmethod
-    def of(cls, device: Device, memory: Amount | None, headroom: float, host: HostMemory | None) -> _Room:
+    def of(cls, device: Device, memory: Amount | None, headroom: float) -> _Room:
         """The room in the memory of a device, or in another amount."""
         if not 0 <= headroom < 1:
             raise OptionError(
@@ -119,7 +116,7 @@ class _Room:
                 f"{format_bytes(headroom_bytes)} of headroom",
                 hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
             )
-        return cls(memory_bytes, headroom_bytes, available, host)
+        return cls(memory_bytes, headroom_bytes, available)
 
 
 @dataclass(slots=True)
@@ -188,20 +185,16 @@ class _Forecast:
 
     def _best(self, smallest: MinBudget) -> tuple[Verdict, Result | None]:
         """The verdict for the available bytes, and the cheapest plan found."""
-        step, graph, available, host = self.step, self.step.graph, self.room.available_bytes, self.room.host
+        step, graph, available = self.step, self.step.graph, self.room.available_bytes
         if step.keep_all_bytes <= available:
             return "keeps everything", keep_everything(graph)
-        lowest = smallest.floor_bytes if host is None else floor(graph, copies=True).peak_bytes
-        if max(lowest, step.update_bytes) > available:
+        if max(smallest.floor_bytes, step.update_bytes) > available:
             return "does not fit", None
         known = smallest.plan if smallest.peak_bytes <= available else None
         limits = Limits(time_s=self.tracer.share_s(0.5))  # this is the main result
-        result = solve(Problem(graph, available, host=host), limits=limits, initial=known, raise_on_failure=False)
-        if host is not None:
-            self.remarks.append("the smallest peak, its floor and the largest sizes are those without copies to the host")
-            self.remarks += result.remarks
+        result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
         if isinstance(result, Result):
-            return ("fits with recomputation" if result.plan.host is None else "fits with offload"), result
+            return "fits with recomputation", result
         if result.termination.reason is Reason.INFEASIBLE:
             self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
             return "does not fit", None
