@@ -15,7 +15,7 @@ from checkmate import InfeasibleBudgetError, OptionError, load_device, parse_byt
 from checkmate.studies.affine import AffineGraph
 from checkmate.torch import largest_batch, measure_peak
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.largest_size import parabolas
+from checkmate.torch.forecast.largest_batch import parabolas
 from checkmate.torch.forecast.tracer import DeviceTracer, _resized
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.recipe import StepRecipe

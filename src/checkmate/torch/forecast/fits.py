@@ -21,7 +21,7 @@ from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.largest_size import SizeSearch
+from checkmate.torch.forecast.largest_batch import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import ForecastOptions, fields_of
@@ -77,7 +77,7 @@ def fits(
     """
     began = time.perf_counter()
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
-    room = _Room.of(target.device, memory, headroom)
+    sizes = _memory(target.device, memory, headroom)
     name = optimizer if isinstance(optimizer, str) else None
     given = {"model": model, "loss": loss, "optimizer": None if name else optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
@@ -87,36 +87,26 @@ def fits(
             f"sequence_dim={sequence_dim}: the tensors of the example do not share one size in that dimension",
             hint="give the dimension in which all tensors of the example have the sequence length, usually 1",
         )
-    step = tracer.traced()
-    return _Forecast(tracer, target, room, step).report(began, sequence_dim)
+    return _Forecast(tracer, target, *sizes, step=tracer.traced()).report(began, sequence_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The memory of a device, the part of it to leave free, and the rest less the context."""
-
-    memory_bytes: int
-    headroom_bytes: int
-    available_bytes: int
-
-    @classmethod
-    def of(cls, device: Device, memory: Amount | None, headroom: float) -> _Room:
-        """The room in the memory of a device, or in another amount."""
-        if not 0 <= headroom < 1:
-            raise OptionError(
-                f"headroom={headroom!r} is not a share from 0 to less than 1",
-                hint="give a fraction: headroom=0.03 leaves three per cent free",
-            )
-        memory_bytes = device.memory_bytes if memory is None else parse_bytes(memory)
-        headroom_bytes = round(headroom * memory_bytes)
-        available = memory_bytes - device.context_bytes - headroom_bytes
-        if available <= 0:
-            raise OptionError(
-                f"{format_bytes(memory_bytes)} leave nothing after {format_bytes(device.context_bytes)} of context and "
-                f"{format_bytes(headroom_bytes)} of headroom",
-                hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
-            )
-        return cls(memory_bytes, headroom_bytes, available)
+def _memory(device: Device, memory: Amount | None, headroom: float) -> tuple[int, int, int]:
+    """The memory of a device or another amount, the part of it to leave free, and the rest less the context."""
+    if not 0 <= headroom < 1:
+        raise OptionError(
+            f"headroom={headroom!r} is not a share from 0 to less than 1",
+            hint="give a fraction: headroom=0.03 leaves three per cent free",
+        )
+    memory_bytes = device.memory_bytes if memory is None else parse_bytes(memory)
+    headroom_bytes = round(headroom * memory_bytes)
+    available = memory_bytes - device.context_bytes - headroom_bytes
+    if available <= 0:
+        raise OptionError(
+            f"{format_bytes(memory_bytes)} leave nothing after {format_bytes(device.context_bytes)} of context and "
+            f"{format_bytes(headroom_bytes)} of headroom",
+            hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
+        )
+    return memory_bytes, headroom_bytes, available
 
 
 @dataclass(slots=True)
@@ -125,29 +115,30 @@ class _Forecast:
 
     tracer: DeviceTracer
     target: EmulatedDevice
-    room: _Room
+    memory_bytes: int
+    headroom_bytes: int
+    available_bytes: int
     step: TracedStep
     remarks: list[str] = field(default_factory=list[str])
 
     def report(self, began: float, sequence_dim: int | None) -> Fits:
         """The answers, in the order of importance: there may be time for one of the largest sizes only."""
-        tracer, step, room = self.tracer, self.step, self.room
+        tracer, step = self.tracer, self.step
         self._caveats()
         # The search has to prove its result, and rarely needs more time.
         smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)))
         verdict, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
-        search = {"tracer": tracer, "step": step, "available_bytes": room.available_bytes, "remarks": self.remarks}
+        search = {"tracer": tracer, "step": step, "available_bytes": self.available_bytes, "remarks": self.remarks}
         longest = None if sequence_dim is None else SizeSearch(**search, name="sequence", dim=sequence_dim).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
-        reserved = self._reserved(result)
         return Fits(
             verdict=verdict,
             device=self.target.device,
-            memory_bytes=room.memory_bytes,
-            headroom_bytes=room.headroom_bytes,
-            available_bytes=room.available_bytes,
+            memory_bytes=self.memory_bytes,
+            headroom_bytes=self.headroom_bytes,
+            available_bytes=self.available_bytes,
             graph=step.graph,
             whole=step.spec.whole,
             parameter_bytes=step.parameter_bytes,
@@ -157,7 +148,7 @@ class _Forecast:
             floor_bytes=floor_bytes,
             why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
-            reserved_bytes=reserved,
+            reserved_bytes=self._reserved(result),
             batch=batch,
             largest_batch=None if batch is None else SizeSearch(**search).run(),
             sequence=sequence,
@@ -185,7 +176,7 @@ class _Forecast:
 
     def _best(self, smallest: MinBudget) -> tuple[Verdict, Result | None]:
         """The verdict for the available bytes, and the cheapest plan found."""
-        step, graph, available = self.step, self.step.graph, self.room.available_bytes
+        step, graph, available = self.step, self.step.graph, self.available_bytes
         if step.keep_all_bytes <= available:
             return "keeps everything", keep_everything(graph)
         if max(smallest.floor_bytes, step.update_bytes) > available:
@@ -209,7 +200,7 @@ class _Forecast:
         if device.kind != "cuda" or result is None:
             return None
         found = reserved_bytes(self.step.graph, result.plan, self.step.resident_sizes)
-        left = self.room.memory_bytes - device.context_bytes
+        left = self.memory_bytes - device.context_bytes
         if found > left:
             self.remarks.append(
                 f"the caching allocator would reserve {format_bytes(found)}, and the device has {format_bytes(left)}: it returns "
