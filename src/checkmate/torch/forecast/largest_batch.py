@@ -27,7 +27,6 @@ from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
-
 _SOLVE_S = 2.0
 """Least seconds to start a search for plans."""
 

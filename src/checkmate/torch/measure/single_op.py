@@ -101,8 +101,8 @@ def materialised(
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
         flat = torch.empty(_extent(shape, stride), dtype=value.dtype, device=value.device)
-        if fill:
-            _fill(flat)
+        if fill:  # time hardly depends on values, but denormals and NaN are slow; 0 is a valid index, and true masks nothing
+            flat.fill_(0.5 if flat.dtype.is_floating_point or flat.dtype.is_complex else flat.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         largest = value_at_upper_bounds(value)
@@ -110,22 +110,6 @@ def materialised(
     if isinstance(value, (list, tuple)):
         return type(value)(materialised(v, fill=fill, given=given, rows=rows) for v in value)
     return value
-
-
-def _fill(flat: torch.Tensor) -> None:
-    """Fill a tensor with numbers for which an op takes its usual time.
-
-    Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, which is a valid index, and
-    booleans are true, which masks nothing.
-    """
-    if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
-        flat.fill_(flat.dtype is torch.bool)
-    elif flat.dtype.itemsize == 1 or flat.dtype.is_complex:
-        flat.fill_(0.5)
-    else:  # random numbers that repeat: drawing 200 MB takes 0.2 s, copying a quarter of that
-        block = flat[: 1 << 18].uniform_(0.1, 0.9)
-        for part in flat[block.numel() :].split(block.numel()):
-            part.copy_(block[: part.numel()])
 
 
 def _given(node: fx.Node) -> Mapping[int, torch.Tensor]:
