@@ -1,8 +1,8 @@
 """Estimates for ops that are not measured: workspace on a CPU, and time by a roofline.
 
 Rules for the kernels of PyTorch 2.13, each with its measured bytes. An op without a rule counts with its largest argument or with
-all of its results, whichever is more, since kernels may compute a result in a wider type, and with copies of arguments that are not
-contiguous.
+all of its results, whichever is more, since kernels may compute a result in a wider type. Copies of arguments that are not
+contiguous are added.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ earlier copies out; ``wait_tensor`` also frees the storage of its source althoug
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,26 +141,9 @@ def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable
     return wait
 
 
-class _StreamEngines:
-    """One stream for each direction, for a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-
-    def copy(
-        self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
-    ) -> Callable[[], None]:
-        stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            after()  # waits on the current stream, the stream of this copy
-            into.copy_(source, non_blocking=True)
-        done = stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
-
-
-_STREAMS: dict[torch.device, _StreamEngines] = {}
+@functools.cache
+def _engine(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _copy(
@@ -168,9 +152,13 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
-    if device not in _STREAMS:
-        _STREAMS[device] = _StreamEngines(device)
-    return _STREAMS[device].copy(direction, into, source, after)
+    stream = _engine(device, direction)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        after()  # waits on the current stream, the stream of this copy
+        into.copy_(source, non_blocking=True)
+    done = stream.record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
