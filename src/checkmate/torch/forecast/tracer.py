@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.device_memory import state_bytes, state_is_known, step_temporary_bytes
+from checkmate.torch.measure.device_memory import missing_state_bytes, state_bytes, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.recipe import StepRecipe, StepSpec
 from checkmate.torch.step.tracing import trace_step
@@ -37,14 +36,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     """The optimizer class of a name, in any case of letters; call it with parameters."""
-    known = OPTIMIZERS.get(name.lower())
-    if known is None:
-        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
-        raise OptionError(
-            f"no optimizer {name!r} is known by name; the nearest known one is {near!r}",
-            hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
-        )
-    return known
+    if name.lower() not in OPTIMIZERS:
+        raise OptionError(f"no optimizer {name!r} is known by name", hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer")
+    return OPTIMIZERS[name.lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +118,7 @@ class DeviceTracer:
             if optimizer is not None and not spec.whole:
                 kind = trained[0].device.type if target is None else target.device.kind
                 update = captured.whole.graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
-            stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
+            unknown = optimizer is not None and not optimizer.state and missing_state_bytes(optimizer) is None
         self.trace_s = time.perf_counter() - began
         return TracedStep(
             captured=captured,
@@ -133,7 +127,7 @@ class DeviceTracer:
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,
             update_bytes=update,
-            stateless=stateless,
+            stateless=type(optimizer).__name__ if unknown else "",
         )
 
 

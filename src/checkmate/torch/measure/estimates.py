@@ -149,12 +149,6 @@ def _product(node: fx.Node, given: list[int], made: list[int]) -> int:
     return sum(concrete(t.numel()) * t.element_size() for t in values if not any(concrete(s) == 1 for s in t.stride()[-2:]))
 
 
-def _of_channels(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """Statistics or gradients of channels, which each thread sums by itself."""
-    small = [concrete(t.numel()) for t in leaves(node.meta.get("val")) if t.dim() <= 2]
-    return 8 * (1 + torch.get_num_threads()) * max(small, default=0) + _copies(node, given, made)
-
-
 def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
     """Each thread has tiles of scores and results: ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``."""
     backward = node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -168,13 +162,6 @@ def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((aten.convolution, aten.convolution_backward), _convolution),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
-    **dict.fromkeys(
-        (
-            aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
-            aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
-        ),
-        _of_channels,
-    ),
     **dict.fromkeys((aten.embedding, aten.embedding_dense_backward, aten.scatter, aten.scatter_add), _indices),
     **dict.fromkeys(
         (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward), _tiles

@@ -197,7 +197,7 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     False if there are no such ops, or the device has no room for them.
     """
     lacking = [node for graph in graphs for node in graph.nodes if lacked_room(node)]
-    needed = max((needed_bytes(node) + _estimated(node).workspace_bytes for node in lacking), default=0)
+    needed = max(map(_estimated_peak_bytes, lacking), default=0)
     if not lacking or needed > _free_bytes(lacking[0]):
         return False
     _log.warning(
@@ -209,17 +209,13 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether there is room to run an op. If not, slices of its batch may give its workspace.
+    """Whether there is room to run an op. If not, a slice of its batch may tell that it needs less than was estimated."""
+    part = _free_bytes(node) / max(1, _estimated_peak_bytes(node))
+    return part >= 1 or (_note_slice(node, part) and _estimated_peak_bytes(node) <= _free_bytes(node))
 
-    The size of the first slice follows from an estimate, the size of the second from the first.
-    """
-    for last in (False, False, True):
-        part = _free_bytes(node) / max(1, needed_bytes(node) + _estimated(node).workspace_bytes)
-        if part >= 1:
-            return True
-        if last or not _note_slice(node, part):
-            break
-    return False
+
+def _estimated_peak_bytes(node: fx.Node) -> int:
+    return needed_bytes(node) + _estimated(node).workspace_bytes
 
 
 def _note_slice(node: fx.Node, part: float) -> bool:
