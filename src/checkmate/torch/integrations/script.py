@@ -167,7 +167,6 @@ class _Training:
         self._report = report
         self._steps: dict[int, int] = {}  # number of steps, by the identity of the optimizer
         self._compiled: list[weakref.ref[nn.Module]] = []
-        self._said: set[str] = set()
 
     def init_of_optimizers(self) -> Callable[..., None]:
         """The constructor of optimizers, which also looks for the modules of the optimizer's parameters."""
@@ -200,7 +199,7 @@ class _Training:
                     model = traceable_call(module) or model
             self._report.compiled.append(type(module).__name__ if isinstance(module, nn.Module) else _name(model))
             if not _is_ours(backend):
-                self._say(f"torch.compile(..., backend={_name(backend)!r}) of the script: backend 'checkmate' is used instead")
+                _log.warning("torch.compile(..., backend=%r) of the script: backend 'checkmate' is used instead", _name(backend))
                 kept = {name: settings[name] for name in ("fullgraph", "dynamic") if name in settings}
                 backend, settings = "checkmate", {**kept, "options": self._options}
             return original(model, backend=backend, **settings)
@@ -217,11 +216,6 @@ class _Training:
         for module in _all_modules():
             _release(module)
         self._report.end()
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            _log.warning(text)
 
 
 def _release(module: nn.Module) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,9 +24,6 @@ from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
 from checkmate.torch.passes.gradients import accumulating, apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
-
-_log = logging.getLogger("checkmate.torch")
-
 
 Recapture = Callable[[fx.GraphModule], Capture]
 """Captures a changed joint module as the original was captured."""
@@ -130,7 +125,6 @@ def _partition(
             "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
             hint="exclude the module that calls it from compilation: torch.compiler.disable(module)",
         )
-    began = time.perf_counter()
     prepared = prepare(
         joint,
         split_convolutions=task.split_convolutions,
@@ -149,7 +143,6 @@ def _partition(
     with within_room(room):
         forward, backward = planned.split(result)
     task.on_planned(planned, result)
-    _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
 
 
