@@ -140,7 +140,7 @@ class _Forecast:
             headroom_bytes=self.headroom_bytes,
             available_bytes=self.available_bytes,
             graph=step.graph,
-            whole=step.spec.whole,
+            whole=step.whole,
             parameter_bytes=step.parameter_bytes,
             state_bytes=step.state_bytes,
             keep_all_bytes=step.keep_all_bytes,

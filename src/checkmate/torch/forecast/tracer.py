@@ -16,13 +16,11 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.torch._compat.dispatch import FakeTensorMode
-from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.device_memory import missing_state_bytes, state_bytes, step_temporary_bytes
 from checkmate.torch.options import Options
-from checkmate.torch.step.recipe import StepRecipe, StepSpec
+from checkmate.torch.step.recipe import StepRecipe
 from checkmate.torch.step.tracing import trace_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -45,18 +43,13 @@ def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
 class TracedStep:
     """A step traced for a device."""
 
-    captured: ChunkableStep[Capture]
-    spec: StepSpec  # keeps the updates registered, because the step may be captured again
+    graph: Graph
+    whole: bool  # whether the optimizer's updates are in the graph
     resident_sizes: tuple[int, ...]  # bytes of each parameter and buffer, then of each tensor of the optimizer's state
     parameter_bytes: int  # buffers included
     state_bytes: int
     update_bytes: int  # peak of ``optimizer.step()`` after the backward, resident bytes included; 0 in a whole step
     stateless: str  # name of the optimizer if its state is unknown and not counted
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the step with nothing in pieces."""
-        return self.captured.whole.graph
 
     @property
     def keep_all_bytes(self) -> int:
@@ -113,16 +106,16 @@ class DeviceTracer:
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             spec = replace(recipe, example=batch, optimizer=optimizer).spec()
             options = Options(reserve=state, costs="measured" if target is None else "estimated")
-            captured = trace_step(spec, batch, options, target)
+            graph = trace_step(spec, batch, options, target).whole.graph
             update = 0
             if optimizer is not None and not spec.whole:
                 kind = trained[0].device.type if target is None else target.device.kind
-                update = captured.whole.graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
             unknown = optimizer is not None and not optimizer.state and missing_state_bytes(optimizer) is None
         self.trace_s = time.perf_counter() - began
         return TracedStep(
-            captured=captured,
-            spec=spec,
+            graph=graph,
+            whole=spec.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,
