@@ -22,7 +22,7 @@ from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_batch import SizeSearch
-from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
+from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
@@ -78,10 +78,11 @@ def fits(
     began = time.perf_counter()
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
     sizes = _memory(target.device, memory, headroom)
-    name = optimizer if isinstance(optimizer, str) else None
-    given = {"model": model, "loss": loss, "optimizer": None if name else optimizer, "example": example}
+    if isinstance(optimizer, str):
+        optimizer = optimizer_class(optimizer)([p for p in model.parameters() if p.requires_grad])
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
-    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, name)
+    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target)
     if sequence_dim is not None and tracer.size(sequence_dim) is None:
         raise OptionError(
             f"sequence_dim={sequence_dim}: the tensors of the example do not share one size in that dimension",

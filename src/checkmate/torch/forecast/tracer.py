@@ -64,12 +64,7 @@ class DeviceTracer:
     recipe: StepRecipe
     until: float  # value of ``time.perf_counter()`` at the end of the time limit
     target: EmulatedDevice | None = None  # None for the current device, on which costs and workspace are measured
-    optimizer: str | None = None  # name of an optimizer, in place of the recipe's
     trace_s: float = 0.0  # seconds of the newest trace
-
-    def __post_init__(self) -> None:
-        if self.optimizer is not None:
-            optimizer_class(self.optimizer)
 
     def share_s(self, share: float) -> float:
         """Seconds for a search: a share of the remaining time, at least the second without which it would find nothing.
@@ -102,9 +97,9 @@ class DeviceTracer:
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
             moved = [_rounded(p, granule) for p in trained]
-            optimizer = recipe.optimizer if self.optimizer is None else optimizer_class(self.optimizer)(trained)
+            optimizer = recipe.optimizer
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
-            spec = replace(recipe, example=batch, optimizer=optimizer).spec()
+            spec = replace(recipe, example=batch).spec()
             options = Options(reserve=state, costs="measured" if target is None else "estimated")
             graph = trace_step(spec, batch, options, target).whole.graph
             update = 0
