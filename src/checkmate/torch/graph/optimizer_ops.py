@@ -112,10 +112,6 @@ class Updates:
         known = self.optimizer.state.get(parameter) or initial_state(self.optimizer, self.group(which), parameter)
         return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
 
-    def temporary_count(self, which: int) -> int | None:
-        """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
-        return temporary_count(self.optimizer, self.group(which))
-
     def describe(self, which: int) -> str:
         """Text of all options on which the cost of an update depends besides shape and type."""
         return f"{type(self.optimizer).__name__}{sorted(self.constant_options(self.group_index(which)).items())}"
