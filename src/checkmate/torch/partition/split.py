@@ -29,10 +29,6 @@ Recapture = Callable[[fx.GraphModule], Capture]
 """Captures a changed joint module as the original was captured."""
 
 
-MOST_ROOMS = 3
-"""Maximum number of measurements of ops, each in the room of a share, computed from the costs known by then."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """Settings for planning and partitioning one graph."""
@@ -64,7 +60,7 @@ class Task:
             return sys.maxsize, whole, *self.plan(whole, recapture)
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
         whole, more, room = bare, self.room(bare.graph), -sys.maxsize
-        for _ in range(MOST_ROOMS):
+        for _ in range(3):  # measurements of ops, each in the room of a share by the costs known by then
             if more <= room:
                 break
             with within_room(room := more):
