@@ -141,8 +141,6 @@ class Options:
             gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs above them.
             None keeps everything.
         device: The device whose memory counts; by default the device of the model.
-        split_convolutions: Whether two ops compute the gradients of a convolution's weight and input, which then need not exist
-            at the same time. Less memory, and the same results to the bit.
         no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
         ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
             of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans its own graphs.
@@ -160,7 +158,6 @@ class Options:
     outputs: Outputs = "held"
     reserve: Amount = 0
     accumulate: bool = False
-    split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
     checkpoints: Checkpoints = "hints"
     ranks: Literal["together", "alone"] = "together"

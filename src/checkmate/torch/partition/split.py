@@ -38,7 +38,6 @@ class Task:
     # a changed joint module. It may leave hints for a compiler in the metadata of captured nodes.
     plan: Callable[[Capture, Recapture], tuple[Capture, Result]]
     hold_outputs: bool  # the caller holds the forward's outputs to the end of the backward
-    split_convolutions: bool  # the backward of a convolution is split into one op per gradient
     honours_checkpoints: bool  # checkpointed regions are recomputed, and never held
     no_recompute: frozenset[str]  # names of ops that must run once
     extra_resident_bytes: int  # besides the graph's inputs
@@ -123,7 +122,6 @@ def _partition(
         )
     prepared = prepare(
         joint,
-        split_convolutions=task.split_convolutions,
         honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
         layout_pass=task.layout_pass,
@@ -199,7 +197,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         SplitError: The module would take more memory than planned.
         CheckmateError: No plan was found.
     """
-    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass, examine=task.examine)
+    prepared = prepare(module, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
