@@ -185,7 +185,7 @@ class _Training:
 
     def compiles(self) -> Callable[..., Any]:
         """`torch.compile` with the backend of this package."""
-        original = torch.compile
+        original, told = torch.compile, set[str]()
 
         @functools.wraps(original)
         def compiled(model: Any = None, *, backend: Any = "inductor", **settings: Any) -> Any:
@@ -199,7 +199,11 @@ class _Training:
                     model = traceable_call(module) or model
             self._report.compiled.append(type(module).__name__ if isinstance(module, nn.Module) else _name(model))
             if not _is_ours(backend):
-                _log.warning("torch.compile(..., backend=%r) of the script: backend 'checkmate' is used instead", _name(backend))
+                if _name(backend) not in told:
+                    told.add(_name(backend))
+                    _log.warning(
+                        "torch.compile(..., backend=%r) of the script: backend 'checkmate' is used instead", _name(backend)
+                    )
                 kept = {name: settings[name] for name in ("fullgraph", "dynamic") if name in settings}
                 backend, settings = "checkmate", {**kept, "options": self._options}
             return original(model, backend=backend, **settings)
