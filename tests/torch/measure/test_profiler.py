@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -116,7 +117,7 @@ def test_an_op_runs_as_often_as_its_readings_ask_for(readings_ms: list[float], r
     """What is measured once stays in the store; but users wait for it."""
     bench = Bench()
     node = bench.op("op", readings_ms)
-    time_ns, workspace = measure_on_cpu(node, bench.clock)
+    time_ns, workspace = measure_on_cpu(node, np.zeros(1, np.uint8), bench.clock)
     assert (bench.runs["op"], time_ns / 1e6, workspace) == (runs, time_ms, 0)
 
 

@@ -32,6 +32,7 @@ from checkmate.torch.measure.single_op import (
     INPUTS,
     LONG_NS,
     Clock,
+    Memory,
     call_of,
     cpu_clock,
     layout,
@@ -41,6 +42,7 @@ from checkmate.torch.measure.single_op import (
     measured_again_ns,
     needed_bytes,
     on_cuda,
+    other_memory,
     ready_to_run,
 )
 
@@ -119,7 +121,7 @@ def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_se
     fx.map_arg((args, kwargs), lambda n: tensors.extend(leaves(n.meta.get("val"))))
     devices = {t.device for t in tensors}
     # The way of measuring is a part: times measured in other ways are not mixed with these.
-    parts = [str(target), _describe(args), _describe(kwargs), "three passes"]
+    parts = [str(target), _describe(args), _describe(kwargs), "least of three passes"]
     parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
     return " ".join(parts)
 
@@ -157,18 +159,19 @@ def measure_nodes(nodes: Mapping[str, fx.Node], clock: Clock | None = None) -> d
 
 def _measure_nodes(nodes: Mapping[str, fx.Node], clock: Clock) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
+        other = other_memory()
         found: dict[str, OpCost] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
             fits = _fits(node)
             node.meta[_LACKED_ROOM] = not fits
             if not fits:
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
-            elif (cost := _measured_or_warned(node, clock)) is not None:
+            elif (cost := _measured_or_warned(node, other, clock)) is not None:
                 found[key] = cost
         again = [key for key, cost in found.items() if _is_measured_again(nodes[key], cost)]
         for _ in range(2):
             for key in progress.counted(again, "measuring costs"):
-                time_ns = quantise(measured_again_ns(nodes[key], clock))
+                time_ns = quantise(measured_again_ns(nodes[key], other, clock))
                 found[key] = found[key]._replace(cost_ns=min(time_ns, found[key].cost_ns))
     return found
 
@@ -243,9 +246,9 @@ def _free_bytes(node: fx.Node) -> int:
     return free_bytes(torch.device("cuda" if on_cuda(node) else "cpu"))
 
 
-def _measured_or_warned(node: fx.Node, clock: Clock) -> OpCost | None:
+def _measured_or_warned(node: fx.Node, other: Memory, clock: Clock) -> OpCost | None:
     try:
-        time_ns, workspace = measure_on_cuda(node) if on_cuda(node) else measure_on_cpu(node, clock)
+        time_ns, workspace = measure_on_cuda(node) if on_cuda(node) else measure_on_cpu(node, other, clock)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         # The same op runs in the step: on types that do not fit together, the step would fail although tracing does not. But the
         # backward of batch normalisation under autocast is traced with other types than the kernel of its forward returns.
