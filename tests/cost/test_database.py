@@ -133,7 +133,7 @@ def test_a_number_that_cannot_be_right_names_the_file_and_is_measured_again(colu
     for _ in range(2):
         costs = MeasuredCosts(
             signature=str,
-            measure=lambda ops: dict.fromkeys(ops, OpCost(1000, 8)),
+            measure=lambda ops, _known: dict.fromkeys(ops, OpCost(1000, 8)),
             estimate=lambda _op: OpCost(1, 0),
             store=CostStore(path),
         )

@@ -18,13 +18,14 @@ class MeasuredCosts(Generic[OpT]):
     """Costs of the ops of a framework: from the store, else measured, or estimated if an op cannot run alone.
 
     A signature is a text with everything on which the cost of an op depends; None for an op that cannot run in isolation.
-    ``measure`` gets all missing ops at once by signature. It leaves out ops that could not be measured.
+    ``measure`` gets all missing ops at once by signature, and the other requested ops with their known costs. It leaves out ops
+    that could not be measured.
 
     Examples:
         >>> import tempfile
         >>> store = CostStore(tempfile.mkdtemp() + "/costs.sqlite")
         >>> measured = []
-        >>> def measure(ops):
+        >>> def measure(ops, known):
         ...     measured.extend(ops)
         ...     return {key: OpCost(1000, 8) for key in ops}
         >>> costs = MeasuredCosts(signature=str, measure=measure, estimate=lambda op: OpCost(1, 0), store=store)
@@ -36,7 +37,7 @@ class MeasuredCosts(Generic[OpT]):
         self,
         *,
         signature: Callable[[OpT], str | None],
-        measure: Callable[[Mapping[str, OpT]], Mapping[str, OpCost]],
+        measure: Callable[[Mapping[str, OpT], Mapping[str, tuple[OpT, OpCost]]], Mapping[str, OpCost]],
         estimate: Callable[[OpT], OpCost],
         store: CostStore | None = None,
     ) -> None:
@@ -54,7 +55,8 @@ class MeasuredCosts(Generic[OpT]):
             missing = [k for k in missing if k not in self.known]
         if missing:
             began = time.perf_counter()
-            measured = self._measure({k: distinct[k] for k in missing})
+            known = {k: (op, self.known[k]) for k, op in distinct.items() if k in self.known}
+            measured = self._measure({k: distinct[k] for k in missing}, known)
             self.store.add(measured)
             self.known.update(measured)
             # Another process may have measured the same op meanwhile. The first entry of the store counts: all processes then

@@ -41,7 +41,7 @@ def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpC
         here = environment()
         return MeasuredCosts[Chain](
             signature=lambda chain: f"{signature(chain)} {here} within a program" if all(map(_runs_alone, chain)) else None,
-            measure=_measure_all,
+            measure=lambda chains, known: _measure_all(chains),
             estimate=estimate,
         )
     if costs in get_args(CostSource):

@@ -125,8 +125,21 @@ def test_ops_are_measured_in_three_passes() -> None:
     """A machine can be a third slower for a second, and all readings of an op that was measured then."""
     bench = Bench()
     node = bench.op("op", [90.0, 80.0, 60.0, 70.0])
-    assert profiler.measure_nodes({"op": node}, bench.clock) == {"op": OpCost(60_000_000, 0)}
+    assert profiler.measure_nodes({"op": node}, {}, bench.clock) == {"op": OpCost(60_000_000, 0)}
     assert bench.runs["op"] == 4
+
+
+def test_new_ops_are_measured_with_known_ones() -> None:
+    """A machine that is slower than it was would make them look slower than the ops that they are compared with."""
+    bench = Bench()
+    nodes = {n: bench.op(n, [ms], 1 << 20) for n, ms in {"long": 110.0, "known": 22.0, "other": 11.0}.items()}
+    new = {"new": bench.op("new", [66.0])}
+    costs = {"long": 50e6, "known": 20e6, "other": 10e6}  # one that takes so long is not measured in every pass
+    known = {name: (nodes[name], OpCost(int(cost), 0)) for name, cost in costs.items()}
+    assert profiler.measure_nodes(new, known, bench.clock) == {"new": OpCost(60_000_000, 0)}
+    assert not bench.runs["long"]
+    with within_room(1 << 20):  # there was more when they were measured
+        assert profiler.measure_nodes(new, known, bench.clock) == {"new": OpCost(66_000_000, 0)}
 
 
 def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
@@ -147,7 +160,7 @@ def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
     whole, piece = backward_of(8), backward_of(4)
     estimates = [profiler._estimated(node).workspace_bytes for node in (whole, piece)]
     with within_room(gradient.nbytes + x.nbytes + estimates[0] // 2):
-        profiler.measure_nodes({"op": whole})
+        profiler.measure_nodes({"op": whole}, {})
     in_its_place = backward_of(4, **whole.meta)
     assert profiler._estimated(whole).workspace_bytes < estimates[0]
     assert profiler._estimated(in_its_place).workspace_bytes == estimates[1]

@@ -28,7 +28,9 @@ _log = logging.getLogger("checkmate.tf2")
 def measured_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs of ops of a traced step, measured or read from the user's cost cache; ops of the same signature are measured once."""
     here = environment()
-    return MeasuredCosts[tf.Operation](signature=lambda op: signature(op, here), measure=_measure_all, estimate=_estimate)(ops)
+    return MeasuredCosts[tf.Operation](
+        signature=lambda op: signature(op, here), measure=lambda ops, known: _measure_all(ops), estimate=_estimate
+    )(ops)
 
 
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:

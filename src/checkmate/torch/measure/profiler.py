@@ -149,15 +149,19 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     return [estimated_workspace_bytes(n) if c is None else c.workspace_bytes for n, c in zip(nodes, costs, strict=True)]
 
 
-def measure_nodes(nodes: Mapping[str, fx.Node], clock: Clock | None = None) -> dict[str, OpCost]:
+def measure_nodes(
+    nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]], clock: Clock | None = None
+) -> dict[str, OpCost]:
     """Costs of nodes by signature, measured on tensors of the traced shapes; failures are logged and left out.
 
-    There are three passes over the ops, because a machine can be a fifth slower for a second (docs/decisions/0009).
+    There are three passes over the ops, because a machine can be a fifth slower for a second. It may also be a tenth slower
+    today than during the measurement of other ops of the graph. Some of these ``known`` ops are measured again, in turns with the
+    nodes, and the times of the nodes are scaled by the new times of the known ops (docs/decisions/0009).
     """
-    return outside_of_profilers(lambda: _measure_nodes(nodes, clock or cpu_clock()))
+    return outside_of_profilers(lambda: _measure_nodes(nodes, known, clock or cpu_clock()))
 
 
-def _measure_nodes(nodes: Mapping[str, fx.Node], clock: Clock) -> dict[str, OpCost]:
+def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]], clock: Clock) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
         other = other_memory()
         found: dict[str, OpCost] = {}
@@ -168,17 +172,35 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], clock: Clock) -> dict[str, OpCo
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
             elif (cost := _measured_or_warned(node, other, clock)) is not None:
                 found[key] = cost
-        again = [key for key, cost in found.items() if _is_measured_again(nodes[key], cost)]
+        again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
+        references: dict[str, OpCost] = {}
+        if sum(found[k].cost_ns for k in again) >= 20_000_000:  # shorter ones are not worth the time of references
+            for key in _references(known):
+                node = known[key][0]
+                # Its known cost may be an estimate, or there was more room when it was measured.
+                if _fits(node) and (cost := _measured_or_warned(node, other, clock)) is not None:
+                    references[key], again[key] = cost, node
+        least_ns = {key: (found.get(key) or references[key]).cost_ns for key in again}
         for _ in range(2):
-            for key in progress.counted(again, "measuring costs"):
-                time_ns = quantise(measured_again_ns(nodes[key], other, clock))
-                found[key] = found[key]._replace(cost_ns=min(time_ns, found[key].cost_ns))
+            for key, node in progress.counted([*again.items()], "measuring costs"):
+                least_ns[key] = min(least_ns[key], measured_again_ns(node, other, clock))
+        took_ns = sum(least_ns[k] for k in references)
+        pace = sum(known[k][1].cost_ns for k in references) / took_ns if took_ns else 1.0
+        for key in again.keys() & found:
+            found[key] = found[key]._replace(cost_ns=quantise(pace * least_ns[key]))
     return found
 
 
 def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     """Whether an op is measured in a later pass: short ones do not count, and one run of the longest is enough."""
     return 100_000 <= known.cost_ns <= LONG_NS and not on_cuda(node)
+
+
+def _references(known: Mapping[str, tuple[fx.Node, OpCost]]) -> list[str]:
+    """Known ops to measure again: five of the longest that are short enough to be measured in every pass."""
+    short = [key for key, (node, cost) in known.items() if cost.cost_ns <= 30_000_000 and _is_measured_again(node, cost)]
+    whole = [key for key in short if PIECES not in known[key][0].meta]
+    return sorted(whole, key=lambda key: -known[key][1].cost_ns)[:5]
 
 
 def lacked_room(node: fx.Node) -> bool:
