@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from checkmate.torch import last_plan
-from checkmate.torch.integrations import BudgetCallback
+from checkmate.torch.integrations import BudgetCallback, PeakCallback
 
 STEPS, LENGTH, VOCABULARY = 4, 64, 512
 
@@ -31,12 +30,13 @@ class Tokens(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses, parameters, and the planned peak; without a budget the same backend keeps everything."""
+def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCallback]:
+    """Losses, parameters, and the measurements of the callback; without a budget the same backend keeps everything."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
     within = BudgetCallback(budget, time_limit_s=1) if budget else BudgetCallback("1TiB")
+    peak = PeakCallback(step=3)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -49,18 +49,18 @@ def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], int]:
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(8 * STEPS), callbacks=[within])
+        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(8 * STEPS), callbacks=[within, peak])
         trainer.train()
-    planned, losses = last_plan(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert planned is not None
-    return losses, list(model.parameters()), planned.result.peak_bytes
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], list(model.parameters()), peak
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     (plain, parameters, everything), (losses, others, within) = train(None), train("50%")
+    assert everything.measured_bytes and within.measured_bytes and within.planned_bytes
     print("losses", *[f"{loss:.6f}" for loss in losses])
-    print(f"peak   {everything / 2**20:.1f} MiB, within the budget {within / 2**20:.1f} MiB")
+    print(f"peak   {everything.measured_bytes / 2**20:.1f} MiB, within the budget {within.measured_bytes / 2**20:.1f} MiB")
+    print(f"       of {within.planned_bytes / 2**20:.1f} MiB planned")
     assert losses == plain, "every loss is the same"
     assert all(map(torch.equal, parameters, others)), "every parameter, to the last bit"
-    assert within < 0.8 * everything, "and the peak is lower"
+    assert within.measured_bytes <= within.planned_bytes < 0.8 * everything.measured_bytes, "and the peak is lower"

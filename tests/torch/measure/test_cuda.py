@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from checkmate.torch import measure_peak
+from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import single_op
 from checkmate.torch.measure.peak import measure_step, peaks
 from checkmate.torch.steps.coordinator import Coordinator
@@ -161,3 +162,14 @@ def test_workspace_and_time_of_an_op(cuda: Device) -> None:
     node = graph.call_function(op, (x,))
     x.meta["val"], node.meta["val"] = torch.ones(128), torch.ones(128)
     assert single_op.measure_on_cuda(node) == (1e6, 2048)
+
+
+def test_a_trainers_step_is_measured_by_the_allocator(cuda: Device) -> None:
+    """What is there at its begin is in the total."""
+    cuda.alloc(1024)
+    callback, state = PeakCallback(step=1), types.SimpleNamespace(global_step=0, log_history=[])
+    callback.on_step_begin(None, state, None, model=torch.nn.Linear(2, 2))
+    cuda.alloc(2048)
+    cuda.free(2048)
+    callback.on_pre_optimizer_step(None, state, None)
+    assert callback.measured_bytes == 3072

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"BudgetCallback": "transformers", "BudgetPlugin": "accelerate"}
+_MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "BudgetPlugin": "accelerate"}
 
 
 def __getattr__(name: str) -> Any:

@@ -82,13 +82,19 @@ class TrainingReport:
             return "call the model itself, not model.forward: no module of which an optimizer owns parameters was called"
         if not self.planned:
             return "read the warnings above, or set TORCH_LOGS=graph_breaks to see what torch.compile makes of the model"
-        whole = [(p.peak_bytes, p.keep_all_bytes) for p in self.planned if p.keep_all_bytes is not None]
+        whole = [planned for planned in self.planned if planned.keep_all_bytes is not None]
         if not whole:
             return "train for two steps or more: a step is planned as a whole when it comes for the second time"
-        peak, keep_all = max(whole)
-        if peak >= keep_all:
-            return f"try a larger batch, or a budget below {format_bytes(keep_all)}: nothing is computed twice"
-        return f"compare with --budget {format_at_least(keep_all)}, which keeps everything"
+        largest = max(whole, key=lambda planned: planned.peak_bytes)
+        assert largest.keep_all_bytes is not None
+        if largest.peak_bytes >= largest.keep_all_bytes:
+            return f"try a larger batch, or a budget below {format_bytes(largest.keep_all_bytes)}: nothing is computed twice"
+        if largest.overhead >= 1.2:  # more memory is worth a try
+            more = format_at_least((largest.peak_bytes + largest.keep_all_bytes) // 2)
+            return f"try --budget {more} for less overhead; keeping everything takes {format_bytes(largest.keep_all_bytes)}"
+        if largest.overhead <= 1.05:  # less memory is worth a try
+            return "try a larger batch or a smaller budget: what is computed twice costs little"
+        return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
 
     def note(self, step: int) -> None:
         """Record the plan of an optimizer step that has run."""

@@ -1,12 +1,20 @@
-"""Callback for Hugging Face's ``Trainer``; in a separate module, since it imports transformers."""
+"""Callbacks for Hugging Face's ``Trainer``; in a separate module, since it imports transformers."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from checkmate.core.errors import MissingExtraError
-from checkmate.core.units import Amount
+from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import budget_of_environment
+from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.steps.coordinator import coordinator
 
 try:
     from transformers import TrainerCallback
@@ -15,6 +23,8 @@ except ImportError as error:
         "checkmate.torch.integrations.transformers needs transformers, which is not installed",
         hint="pip install transformers accelerate",
     ) from error
+
+_log = logging.getLogger("checkmate.torch")
 
 
 class BudgetCallback(TrainerCallback):
@@ -38,3 +48,72 @@ class BudgetCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model in place; the Trainer has already created its optimizer, whose state counts."""
         kwargs["model"].compile(backend="checkmate", options=self.options)
+
+
+class PeakCallback(TrainerCallback):
+    """Log the planned and the measured peak of one step of Hugging Face's ``Trainer``.
+
+    The step is measured from its first forward to its last backward: on the CPU by torch's profiler, which slows down this step,
+    on CUDA by the allocator. Both peaks include resident bytes. They are added as ``planned_peak_bytes`` and
+    ``measured_peak_bytes`` to the trainer's next log entry and to ``log_history``.
+
+    Args:
+        step: The step to measure, from 1. The first step compiles; a budget that several graphs share holds from the
+            second step on.
+
+    Attributes:
+        planned_bytes: Planned peak of the step; None before the step, or if no graph is planned.
+        measured_bytes: Measured peak: parameters, gradients, optimizer state, and bytes allocated above them. On the CPU it
+            does not include the batch, which is allocated before the step begins.
+    """
+
+    def __init__(self, step: int = 3) -> None:
+        self.step = step
+        self.planned_bytes: int | None = None
+        self.measured_bytes: int | None = None
+        self._running = contextlib.ExitStack()
+        self._peak: Callable[[], int] | None = None
+        self._logged = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start measuring if this step is the one to measure."""
+        if state.global_step + 1 != self.step or profiler_running():
+            return
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+            self._peak = torch.cuda.max_memory_allocated
+            return
+        resident = _resident_bytes(kwargs["model"], kwargs.get("optimizer"))
+        trace = self._running.enter_context(memory_trace())
+        self._peak = lambda: resident + trace.peak()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop measuring: no plan includes the memory of ``optimizer.step()``."""
+        if self._peak is None:
+            return
+        self._running.close()
+        self.measured_bytes, self._peak = self._peak(), None
+        self.planned_bytes = coordinator().step_bytes
+        planned = "nothing" if self.planned_bytes is None else format_bytes(self.planned_bytes)
+        _log.info("step %d: planned %s, measured %s", self.step, planned, format_bytes(self.measured_bytes))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the peaks to the log entry, once."""
+        if self.measured_bytes is None or self._logged:
+            return
+        self._logged = True
+        found = {"planned_peak_bytes": self.planned_bytes, "measured_peak_bytes": self.measured_bytes}
+        for where in (logs, state.log_history[-1] if state.log_history else None):
+            if where is not None:
+                where.update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop measuring a step that did not finish."""
+        self._running.close()
+
+
+def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes held between steps: parameters, buffers, gradients and optimizer state."""
+    held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters() if p.grad is not None]]
+    states = getattr(optimizer, "state", {})
+    return unique_bytes([*held, *[t for state in states.values() for t in leaves(state)]])
