@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -100,6 +101,16 @@ BUDGET_VARIABLE = "CHECKMATE_BUDGET"
 def budget_of_environment() -> str | None:
     """The budget in the environment; None if it has none."""
     return os.environ.get(BUDGET_VARIABLE) or None
+
+
+def lightning_callbacks() -> list[Any]:
+    """The callbacks for a new ``Trainer`` of Lightning, whose entry point this is: none if the environment has no budget.
+
+    Lightning calls it in every training. Without a budget nothing else is imported.
+    """
+    if budget_of_environment() is None:
+        return []
+    return importlib.import_module("checkmate.torch.integrations.lightning").callbacks()
 
 
 def parsed(budget: Amount | Budget | None) -> Budget | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from checkmate.core.errors import UnitError
-from checkmate.frontend.options import budget_of_environment
+from checkmate.frontend.options import budget_of_environment, lightning_callbacks
 from checkmate.torch.integrations.script import TrainingReport, training_within
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -198,3 +199,48 @@ def test_the_environment_has_the_budget_of_trainers(monkeypatch):
     monkeypatch.setenv("CHECKMATE_BUDGET", "20GiB")
     assert BudgetCallback().options["budget"] == BudgetPlugin().options["budget"] == "20GiB"
     assert BudgetCallback("8GiB").options["budget"] == BudgetPlugin("8GiB").options["budget"] == "8GiB"
+
+
+@pytest.mark.filterwarnings("ignore")  # of lightning, about loggers and workers
+def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
+    """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one.
+
+    Here the Trainer has two of them, where the package is installed: the one that it is given, and that of the entry point.
+    """
+    lightning = pytest.importorskip("lightning", reason="needs lightning")
+    before = torch.compile, torch.optim.Optimizer.__init__  # which lightning replaces when it is imported
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = Network()
+
+        def training_step(self, batch, index):
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.pytorch.callbacks_factory"]
+    assert entry == {"checkmate": f"{lightning_callbacks.__module__}:{lightning_callbacks.__name__}"}
+    monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
+    assert lightning_callbacks() == []
+    monkeypatch.setenv("CHECKMATE_BUDGET", "100%")
+    with training_within("70%"):
+        assert lightning_callbacks() == []
+    (callback,) = lightning_callbacks()
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Task(), torch.utils.data.DataLoader(torch.randn(24, 32), batch_size=8))
+    assert callback._report is not None
+    assert (callback._report.compiled, callback._report.steps) == (["Network"], 3)
+    assert sum(count for count, *_ in callback._report.planned.values()) == 3
+    assert (torch.compile, torch.optim.Optimizer.__init__) == before

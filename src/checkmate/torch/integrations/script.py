@@ -124,6 +124,14 @@ def _keep_all_bytes(step: Any) -> int:
     return keep_all_bytes(step.graph)
 
 
+_ACTIVE: list[TrainingReport] = []
+
+
+def is_active() -> bool:
+    """Whether a block of `training_within` is running, as under `checkmate run`."""
+    return bool(_ACTIVE)
+
+
 @contextlib.contextmanager
 def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]:
     """Context in which every module that an optimizer trains is compiled within a budget.
@@ -135,11 +143,13 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
     report = TrainingReport(budget)
     training = _Training(given, report)
     hook = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: training.stepped(optimizer))
+    _ACTIVE.append(report)
     try:
         made = replaced(torch.optim.Optimizer, "__init__", training.init_of_optimizers())
         with made, replaced(torch, "compile", training.compiles()):
             yield report
     finally:
+        _ACTIVE.remove(report)
         hook.remove()
         training.end()
 
