@@ -67,13 +67,7 @@ def llama_3_8b() -> tuple[Any, Any, Any, dict[str, Any]]:
     return llama(**LLAMA_3, **sizes), None, example, {**ADAMW, "sequence_dim": 1, "time_limit_s": LONGEST_S}
 
 
-def llama_3_8b_in_pieces() -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The same, where ops on large tensors may run piece by piece."""
-    model, loss, example, asked = llama_3_8b()
-    return model, loss, example, {**asked, "chunking": "auto"}
-
-
-CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-3-8b": llama_3_8b, "llama-3-8b-in-pieces": llama_3_8b_in_pieces}
+CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-3-8b": llama_3_8b}
 
 
 def outside(net: Any, batch: int, length: int) -> tuple[Any, Any, Any]:

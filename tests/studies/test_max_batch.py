@@ -153,21 +153,6 @@ def test_a_transformer_takes_a_larger_batch_with_one_extra_forward():
     assert 4 <= batches[0] < batches[-1]
 
 
-def test_the_limit_may_refer_to_another_graph_of_the_step():
-    """Ops that cost twice as much leave less room for recomputation; below their own cost there is no room at all."""
-    graph = chain()
-    dear = msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, cost=2 * op.cost) for op in graph.ops))
-    same, twice = AffineGraph.proportional(graph), AffineGraph.proportional(dear)
-    given = {"budget_bytes": 60, "limits": QUICK}
-    most = max_batch(twice, max_overhead=1.5, **given)
-    least = max_batch(twice, max_overhead=2.0, reference_at=same, **given)
-    assert least.batch == max_batch(twice, max_overhead=1.0, **given).batch <= most.batch
-    assert least.upper_bound <= most.upper_bound
-    assert max_batch(twice, max_overhead=3.0, reference_at=same, **given).batch == most.batch
-    with pytest.raises(InfeasibleBudgetError, match="limit on its cost"):
-        max_batch(twice, max_overhead=1.5, reference_at=same, **given)
-
-
 def test_the_result_is_of_the_problem_without_restrictions():
     """A bound for plans that compute only forward ops again is none for the batch's own problem."""
     graph_at = AffineGraph.proportional(chain(9))

@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
 }
 
 

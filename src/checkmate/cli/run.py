@@ -53,7 +53,9 @@ def run(
         code = _run(script, arguments)
     if json:
         names = ("compiled", "optimizers", "steps", "announced_bytes", "measured_bytes")
-        planned = {"planned": [asdict(planned) for planned in report.planned], "advice": report.advice()}
+        figures = report.planned.items()
+        plans = [{"first": first, "last": last, "count": count, **asdict(plan)} for plan, (count, first, last) in figures]
+        planned = {"planned": plans, "advice": report.advice()}
         terminal.emit({"exit_code": code, "budget": str(report.budget), **terminal.picked(report, *names), **planned})
         return code
     if code in (0, 130) or report.optimizers:  # otherwise the script ended before any training

@@ -124,8 +124,6 @@ class Conditions:
         memory: Memory of the device, such as 24GiB, instead of the figure in its profile.
         headroom: Share of the memory to leave free.
         sequence_dim: Sequence dimension of the example's tensors, to find the longest sequence besides the largest batch.
-        chunking: With auto, ops on large tensors may run piece by piece; exact cannot be answered for a device that is not there.
-        host: Memory of the host that values can be copied to over the device's bus, such as 32GiB; none by default.
         time_limit: Time limit in seconds of wall time.
     """
 
@@ -136,8 +134,6 @@ class Conditions:
     memory: str | None = None
     headroom: float = 0.03
     sequence_dim: int | None = None
-    chunking: Literal["off", "auto", "exact"] = "off"
-    host: str | None = None
     time_limit: float = 60.0
 
 
@@ -212,7 +208,7 @@ def _answer(target: str, built: targets.Built, device: str, conditions: Conditio
             whole=None if conditions.whole else False,
             autocast=None if conditions.autocast is None else getattr(torch, conditions.autocast),
             time_limit_s=conditions.time_limit,
-            **terminal.picked(conditions, "memory", "headroom", "sequence_dim", "chunking", "host"),
+            **terminal.picked(conditions, "memory", "headroom", "sequence_dim"),
         )
 
 

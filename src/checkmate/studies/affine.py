@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -58,16 +59,8 @@ class AffineGraph:
             graph: Graph at one batch size.
             batch: That batch size.
         """
-        double = msgspec.structs.replace(
-            graph,
-            ops=tuple(
-                msgspec.structs.replace(
-                    op, cost=2 * op.cost, workspace_bytes=2 * op.workspace_bytes, replay_bytes=2 * op.replay_bytes
-                )
-                for op in graph.ops
-            ),
-            values=tuple(msgspec.structs.replace(value, size_bytes=2 * value.size_bytes) for value in graph.values),
-        )
+        double = combined([graph], lambda size: 2 * size, lambda cost: 2 * cost)
+        double = msgspec.structs.replace(double, resident_bytes=graph.resident_bytes)
         return cls(graph, batch, double, 2 * batch)
 
     def __call__(self, batch: int) -> Graph:
@@ -78,25 +71,7 @@ class AffineGraph:
         """
         if batch < 1:
             raise OptionError(f"batch={batch!r} must be one or more")
-        return Graph(
-            ops=tuple(
-                msgspec.structs.replace(
-                    a,
-                    cost=self._cost(a.cost, b.cost, batch),
-                    workspace_bytes=self._size(a.workspace_bytes, b.workspace_bytes, batch),
-                    replay_bytes=self._size(a.replay_bytes, b.replay_bytes, batch),
-                )
-                for a, b in zip(self.small.ops, self.large.ops, strict=True)
-            ),
-            values=tuple(
-                msgspec.structs.replace(a, size_bytes=self._size(a.size_bytes, b.size_bytes, batch))
-                for a, b in zip(self.small.values, self.large.values, strict=True)
-            ),
-            order=self.small.order,
-            resident_bytes=self._size(self.small.resident_bytes, self.large.resident_bytes, batch),
-            cost_unit=self.small.cost_unit,
-            name=self.small.name,
-        )
+        return combined([self.small, self.large], lambda a, b: self._size(a, b, batch), lambda a, b: self._cost(a, b, batch))
 
     def _size(self, small: int, large: int, batch: int) -> int:
         if small >= large:
@@ -109,6 +84,24 @@ class AffineGraph:
         if large - slope * (self.large_batch - 1) < 0:
             slope = large // self.large_batch
         return large + slope * (batch - self.large_batch)
+
+
+def combined(graphs: Sequence[Graph], size: Callable[..., int], cost: Callable[..., int]) -> Graph:
+    """The first of some graphs of one step, with each size and each cost computed from those of all graphs."""
+    ops = tuple(
+        msgspec.structs.replace(
+            same[0],
+            cost=cost(*(op.cost for op in same)),
+            workspace_bytes=size(*(op.workspace_bytes for op in same)),
+            replay_bytes=size(*(op.replay_bytes for op in same)),
+        )
+        for same in zip(*(graph.ops for graph in graphs), strict=True)
+    )
+    values = tuple(
+        msgspec.structs.replace(same[0], size_bytes=size(*(value.size_bytes for value in same)))
+        for same in zip(*(graph.values for graph in graphs), strict=True)
+    )
+    return msgspec.structs.replace(graphs[0], ops=ops, values=values, resident_bytes=size(*(g.resident_bytes for g in graphs)))
 
 
 def check_same_structure(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:

@@ -11,7 +11,7 @@ from checkmate.core.units import format_bytes, format_cost
 from checkmate.cost.device import Device
 from checkmate.studies.max_batch import MaxBatch
 
-Verdict = Literal["keeps everything", "fits with recomputation", "fits with offload", "does not fit", "not known"]
+Verdict = Literal["keeps everything", "fits with recomputation", "does not fit", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Fits:
 
     def __bool__(self) -> bool:
         """True if a plan was found that fits."""
-        return self.verdict in ("keeps everything", "fits with recomputation", "fits with offload")
+        return self.verdict in ("keeps everything", "fits with recomputation")
 
     def rows(self) -> list[tuple[str, str]]:
         """The report as pairs of a name and a text."""

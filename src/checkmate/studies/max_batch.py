@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +63,6 @@ def max_batch(
     limits: Limits | None = None,
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-    reference_at: Callable[[int], Graph] | None = None,
     size_name: str = "batch",
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
@@ -90,8 +88,6 @@ def max_batch(
         limits: Time of the whole study, sixty seconds by default; gap, threads and seed of each solve.
         solver: The solver and its options; `Auto` by default.
         on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
-        reference_at: The graph at a batch size to whose cost ``max_overhead`` refers, if it is not ``graph_at``: the same step
-            with other ops.
         size_name: Name of the dimension in the reason for the upper bound, if it is not the batch.
 
     Returns:
@@ -111,7 +107,7 @@ def max_batch(
         (8, 8)
     """
     limits = Limits() if limits is None else limits
-    problems = _BatchProblem(graph_at, reference_at, parse_bytes(budget_bytes), _factor(max_overhead))
+    problems = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
     return _BatchSearch(
         problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None), size_name
     ).run()
@@ -132,15 +128,8 @@ def _factor(max_overhead: float | str) -> Fraction | None:
 class _BatchProblem:
     """Graphs by batch, checked against each other, and the limits on memory and cost."""
 
-    def __init__(
-        self,
-        graph_at: Callable[[int], Graph],
-        reference_at: Callable[[int], Graph] | None,
-        budget_bytes: int,
-        factor: Fraction | None,
-    ) -> None:
+    def __init__(self, graph_at: Callable[[int], Graph], budget_bytes: int, factor: Fraction | None) -> None:
         self.graph_at = graph_at
-        self.reference_at = self.graph if reference_at is None else functools.cache(reference_at)
         self.budget_bytes = budget_bytes
         self.factor = factor
         self._seen: dict[int, Graph] = {}
@@ -160,11 +149,11 @@ class _BatchProblem:
 
     def most(self, batch: int) -> int:
         """The limit on the cost of a plan at a batch."""
-        return math.floor(self._most(self.reference_at(batch)))
+        return math.floor(self._most(self.graph(batch)))
 
     def most_rising(self, batch: int) -> int | None:
         """Rise of the limit from a batch to twice that batch, rounded up; None if the limit is not affine."""
-        rising = _rising(self.reference_at, batch)
+        rising = self.rising(batch)
         return None if rising is None else math.ceil(self._most(rising))
 
     def _most(self, graph: Graph) -> Fraction:

@@ -11,15 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import (
-    CheckmateError,
-    GraphError,
-    InfeasibleBudgetError,
-    OptionError,
-    PlanNotFoundError,
-    WrongGraphError,
-)
-from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.errors import CheckmateError, GraphError, OptionError, WrongGraphError
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
@@ -120,14 +112,12 @@ def compile_graph(
                 hooks.target.lower(gm)
             run = None if options.compiler == "eager" else _by_inductor(gm, example_inputs, compilation)
             if run is None:
-                if options.compiler != "eager":
-                    compilation = _op_by_op(gm.graph, example_inputs, compilation)
+                if options.compiler != "eager":  # op by op, other regions may run in pieces
+                    options = dataclasses.replace(options, compiler="eager", mode="default", inductor_options={})
+                    compilation = Compilation(gm.graph, example_inputs, options, hooks)
                 run = _as_planned(gm, example_inputs, compilation)
             compilation.agree_to_run()
             return run
-    except (InfeasibleBudgetError, PlanNotFoundError) as error:
-        least = compilation.least_fused_bytes
-        raise DynamoTransparentError(error if least is None else _beside_fused(error, least)) from error
     except WrongGraphError as error:
         raise DynamoTransparentError(_with_command(error, hooks)) from error
     except CheckmateError as error:
@@ -140,32 +130,6 @@ def _with_command(error: WrongGraphError, hooks: Hooks) -> WrongGraphError:
     return WrongGraphError(
         error.message,
         hint=f"plan the graph that is compiled here, as `checkmate capture FILE.py:build{kind}` captures it; or give a budget",
-    )
-
-
-def _op_by_op(graph: fx.Graph, example_inputs: Sequence[Any], compilation: Compilation) -> Compilation:
-    """The compilation of the same graph by ``compiler="eager"``, which may run other regions piece by piece."""
-    options = dataclasses.replace(compilation.options, compiler="eager", mode="default", inductor_options={})
-    eager = Compilation(graph, example_inputs, options, compilation.hooks)
-    eager.least_fused_bytes = compilation.least_fused_bytes
-    return eager
-
-
-def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
-    """The error for a budget that neither a plan nor any step compiled by Inductor kept."""
-    tried = f"no step that Inductor compiled kept the budget, and the smallest of them needs {format_bytes(least_bytes)}"
-    message = f"{tried}; op by op: {error.message}"
-    if isinstance(error, PlanNotFoundError):
-        at_least = format_at_least(least_bytes)
-        return PlanNotFoundError(message, hint=f"raise the budget to at least {at_least}, or lower the batch size")
-    smallest = least_bytes if error.smallest_bytes is None else min(least_bytes, error.smallest_bytes)
-    return InfeasibleBudgetError(
-        message,
-        hint=f"raise the budget to at least {format_at_least(smallest)}, or lower the batch size",
-        budget_bytes=error.budget_bytes,
-        floor_bytes=min(error.floor_bytes, least_bytes),
-        smallest_bytes=smallest,
-        binding_op=error.binding_op,
     )
 
 

@@ -122,26 +122,11 @@ class ForecastOptions(TracedOptions, total=False):
     Attributes:
         whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
         autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
-        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: smallest
-            peak, plan and largest sizes are then for the step with some regions in pieces, which are named. To train at this
-            batch give `compile` the budget and the same ``chunking``, not the plan. ``"exact"`` is refused: nothing runs.
         time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
             three traces; searches without any time left are skipped, with a remark.
     """
 
     whole: bool | None
-    chunking: Chunking
-
-
-class FitsOptions(ForecastOptions, total=False):
-    """All options of `checkmate.torch.fits`: `ForecastOptions`, and this.
-
-    Attributes:
-        host: Memory of the host that values may be copied to over the device's bus (``"32GiB"``). The verdict and the plan are
-            then with copies; the smallest peak and the largest sizes are without.
-    """
-
-    host: Amount | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +141,6 @@ class Options:
             gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs above them.
             None keeps everything.
         device: The device whose memory counts; by default the device of the model.
-        split_convolutions: Whether two ops compute the gradients of a convolution's weight and input, which then need not exist
-            at the same time. Less memory, and the same results to the bit.
         no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
         ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
             of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans its own graphs.
@@ -175,7 +158,6 @@ class Options:
     outputs: Outputs = "held"
     reserve: Amount = 0
     accumulate: bool = False
-    split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
     checkpoints: Checkpoints = "hints"
     ranks: Literal["together", "alone"] = "together"

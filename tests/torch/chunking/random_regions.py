@@ -84,7 +84,7 @@ def traced(function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
     torch.compile(function, backend=backend, dynamic=False)(*leaves)
     if not found:
         return None
-    joint = cuttable(prepare(found[0][0], split_convolutions=True))
+    joint = cuttable(prepare(found[0][0]))
     tangents = [torch.full(n.meta["val"].shape, 1.5, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if is_tangent(n)]
     inputs = [
         _like(value.detach(), n) if isinstance(value, torch.Tensor) else value

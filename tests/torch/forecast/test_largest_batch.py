@@ -15,7 +15,7 @@ from checkmate import InfeasibleBudgetError, OptionError, load_device, parse_byt
 from checkmate.studies.affine import AffineGraph
 from checkmate.torch import largest_batch, measure_peak
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.largest_size import QuadraticGraph
+from checkmate.torch.forecast.largest_batch import parabolas
 from checkmate.torch.forecast.tracer import DeviceTracer, _resized
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.recipe import StepRecipe
@@ -154,7 +154,7 @@ def test_parabolas_are_the_graph_at_other_lengths() -> None:
 
     traces = {size: at(size) for size in (8, 16, 32)}
     lines = AffineGraph(traces[16], 16, traces[32], 32)
-    wanted, found, linear = at(80), QuadraticGraph(traces, lines)(80), lines(80)
+    wanted, found, linear = at(80), parabolas(traces, lines)(80), lines(80)
     sizes = [value.size_bytes for value in wanted.values]
     assert [value.size_bytes for value in found.values] == sizes
     assert sum(sizes) > sum(value.size_bytes for value in linear.values)

@@ -14,7 +14,6 @@ from torch import nn
 
 import checkmate.torch
 from checkmate import OptionError
-from checkmate.frontend.planner import keep_everything
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
@@ -88,24 +87,6 @@ def test_weights_of_convolutions_are_not_held_twice() -> None:
     held = sum(amount for what, amount in trace.events if what == "alloc")  # type: ignore[misc]
     assert loss.requires_grad
     assert held < sum(p.nbytes for p in model.parameters()) / 2
-
-
-@pytest.mark.parametrize("name", ["in_place", pytest.param("views", marks=pytest.mark.slow)])
-def test_a_refusal_names_what_is_kept(name: str) -> None:
-    """A compiled step may take less than any plan of single ops: the smallest budget is that of the step that was measured."""
-    model, x = NETWORKS[name](), input_of(name, ROWS)
-    run, planned = planned_loss(model, x, None)
-    run(), peak_of(run, model)
-    graph = planned[-1][0].graph
-    budget = given_room(planned, 0.6 * peak_of(run, model))
-    with pytest.raises(checkmate.InfeasibleBudgetError, match="no step that Inductor compiled kept the budget") as refused:
-        planned_loss(model, x, budget)[0]()
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
-    assert budget < smallest <= keep_everything(graph).peak_bytes
-    run, planned = planned_loss(model, x, smallest)
-    run()
-    assert peak_of(run, model) <= smallest - graph.resident_bytes
 
 
 @pytest.mark.slow

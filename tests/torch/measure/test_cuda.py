@@ -11,7 +11,7 @@ from torch import fx
 
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
-from checkmate.torch.measure import timing
+from checkmate.torch.measure import single_op
 from checkmate.torch.measure.peak import measure_step, peaks
 from checkmate.torch.steps.coordinator import Coordinator
 
@@ -69,7 +69,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
     }
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(timing, "keep_busy", lambda cycles: None)
+    monkeypatch.setattr(single_op, "keep_busy", lambda cycles: None)
     return device
 
 
@@ -161,7 +161,7 @@ def test_workspace_and_time_of_an_op(cuda: Device) -> None:
 
     node = graph.call_function(op, (x,))
     x.meta["val"], node.meta["val"] = torch.ones(128), torch.ones(128)
-    assert timing.measure_on_cuda(node) == (1e6, 2048)
+    assert single_op.measure_on_cuda(node) == (1e6, 2048)
 
 
 def test_a_trainers_step_is_measured_by_the_allocator(cuda: Device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,11 @@ from torch import fx, nn
 
 import checkmate
 import checkmate.torch.measure.profiler as profiler
-import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.graph.op_properties import PIECES, Pieces
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.resident import within_room
-from checkmate.torch.measure.single_op import needed_bytes, ready_to_run
+from checkmate.torch.measure.single_op import measure_on_cpu, needed_bytes, ready_to_run
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
@@ -120,25 +117,16 @@ def test_an_op_runs_as_often_as_its_readings_ask_for(readings_ms: list[float], r
     """What is measured once stays in the store; but users wait for it."""
     bench = Bench()
     node = bench.op("op", readings_ms)
-    time_ns, workspace = timing.measure_on_cpu(node, np.zeros(1, np.uint8), timing.LeastTimes(node, bench.clock))
+    time_ns, workspace = measure_on_cpu(node, np.zeros(1, np.uint8), bench.clock)
     assert (bench.runs["op"], time_ns / 1e6, workspace) == (runs, time_ms, 0)
 
 
-@pytest.mark.parametrize(
-    ("readings_ms", "passes"),
-    [
-        ([75.0, 75.0, 75.0], 3),  # on a calm machine three passes are enough
-        ([97.0, 90.0, 80.0, 75.0, 75.0], 5),  # while passes make it faster there is another
-        ([99.0 - n for n in range(20)], 9),  # but not for ever
-        ([9.0, 8.0, 7.0, 6.0], 3),  # short ones do not matter
-    ],
-)
-def test_ops_are_measured_in_passes_until_they_converge(readings_ms: list[float], passes: int) -> None:
+def test_ops_are_measured_in_three_passes() -> None:
     """A machine can be a third slower for a second, and all readings of an op that was measured then."""
-    left = list(readings_ms)
-    took = [left.pop(0)]
-    timing.passes(lambda: took.append(left.pop(0)), lambda: round(1e6 * took[-1]), lambda: 0.55 * len(took))
-    assert len(took) == passes
+    bench = Bench()
+    node = bench.op("op", [90.0, 80.0, 60.0, 70.0])
+    assert profiler.measure_nodes({"op": node}, {}, bench.clock) == {"op": OpCost(60_000_000, 0)}
+    assert bench.runs["op"] == 4
 
 
 def test_new_ops_are_measured_with_known_ones() -> None:
@@ -189,8 +177,8 @@ def test_an_op_runs_in_no_more_than_the_room_it_is_said_to_need(rows: tuple[int,
     node = graph.call_function(torch.ops.aten.maximum.default, tuple(views))
     node.meta["val"] = torch.empty(4096)
     with memory_trace() as trace:
-        results = list(ready_to_run(node)())
-    assert results and trace.peak() <= needed_bytes(node) + estimated_workspace_bytes(node)
+        results = ready_to_run(node)()
+    assert results is not None and trace.peak() <= needed_bytes(node) + estimated_workspace_bytes(node)
 
 
 def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,24 +189,6 @@ def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplo
         loss = run()
     loss.backward()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_equal_pieces_are_runs_of_one_part() -> None:
-    """A long run is seldom undisturbed throughout: the least time of its pieces counts, and not of the run."""
-    graph, first, other, now_ns = fx.Graph(), fx.Graph(), fx.Graph(), [0]
-    node = graph.placeholder("x")
-    node.meta[PIECES] = Pieces((first, first, other, other), (0,) * 4, (False,), lambda operands: iter([None] * 4))
-    times = timing.LeastTimes(node, lambda: now_ns[0])
-
-    def run(readings_ns: list[int]) -> Iterator[None]:
-        for took_ns in readings_ns:
-            now_ns[0] += took_ns
-            yield
-
-    times.measure(lambda: run([40, 30, 90, 31, 5]))
-    assert times.total_ns == 40 + 30 + 2 * 31 + 5
-    times.measure(lambda: run([70, 33, 29, 35, 7]))
-    assert times.total_ns == 40 + 30 + 2 * 29 + 5
 
 
 def test_a_profiler_of_the_user_changes_no_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

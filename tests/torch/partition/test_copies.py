@@ -1,10 +1,8 @@
-"""Steps that copy values to the host: the same bits, and the planned bytes on both sides, however late the copies are."""
+"""Steps that copy values to the host: the same bits, and the planned bytes on both sides, although the copies are late."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,16 +19,6 @@ from checkmate.torch.partition import copies
 FAST = HostMemory(2**30, 10**12, 10**12)
 X, Y = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5
 LOSS = torch.nn.functional.cross_entropy
-
-
-@pytest.fixture
-def delays() -> Iterator[random.Random]:
-    """Delays of up to three milliseconds before every copy, longer than any op takes."""
-    rng = random.Random(0)
-    before = copies.THREADS.before_copy
-    copies.THREADS.before_copy = lambda: time.sleep(rng.random() * 0.003)
-    yield rng
-    copies.THREADS.before_copy = before
 
 
 def network() -> torch.nn.Module:
@@ -79,7 +67,7 @@ def plan(plain) -> Plan:
     return found
 
 
-def test_bits_and_bytes_are_as_planned_under_random_delays(delays, plain, plan):
+def test_bits_and_bytes_are_as_planned(plain, plan):
     """Losses, parameters and statistics are those of the step that keeps everything; device and host bytes are the plan's."""
     model, step = step_of(plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(plain[1], trained(model, step), strict=True))
@@ -93,7 +81,7 @@ def test_bits_and_bytes_are_as_planned_under_random_delays(delays, plain, plan):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["40%", "50%", "60%", "80%"])
-def test_bits_and_bytes_are_as_planned_at_every_budget(delays, plain, budget):
+def test_bits_and_bytes_are_as_planned_at_every_budget(plain, budget):
     """The same, from few copies to many."""
     host = HostMemory(2**30, 10**9, 5 * 10**8)
     model, step = step_of(plan=solve(Problem(plain[0].graph, budget, host=host), limits=Limits(time_s=5)).plan)
@@ -104,15 +92,15 @@ def test_bits_and_bytes_are_as_planned_at_every_budget(delays, plain, budget):
     assert copies.BUFFERS.peak_bytes == timeline.host_peak_bytes
 
 
-def test_a_missing_wait_shows(delays, plain, plan, monkeypatch):
-    """Without the wait before a read the delayed copy comes too late, and the bits are others: the test above can fail."""
-    begin = copies.THREADS.copy
+def test_a_missing_wait_shows(plain, plan, monkeypatch):
+    """Without the wait before a read the bits are others, since a copy runs when it is waited for: the test above can fail."""
+    begin = copies._copy
 
     def unawaited(direction: str, *given: object, **rest: object) -> Callable[[], None]:
         done = begin(direction, *given, **rest)  # type: ignore[arg-type]
         return done if direction == "out" else lambda: None
 
-    monkeypatch.setattr(copies.THREADS, "copy", unawaited)
+    monkeypatch.setattr(copies, "_copy", unawaited)
     assert not all(torch.equal(a, b) for a, b in zip(plain[1], trained(*step_of(plan=plan)), strict=True))
 
 
@@ -134,7 +122,7 @@ def test_a_bus_is_measured():
     assert 10**7 < host.in_bytes_per_s < 10**12
 
 
-def test_strides_and_offsets_come_back(delays):
+def test_strides_and_offsets_come_back():
     """A copy is of a storage; the tensor that names it may be a part of it, with any strides."""
     whole = torch.arange(24.0).reshape(4, 6)
     part = whole.t()[1:4]

@@ -10,9 +10,8 @@ from tests.torch.networks import Cnn, input_of
 from tests.torch.steps import ROOMY, Forgetful, compiled, observe
 
 
-def _graph(model: nn.Module, x: torch.Tensor, split: bool) -> Graph:
-    torch._dynamo.reset()
-    run, planned = compiled(lambda: model(x).square().mean(), split_convolutions=split)
+def _graph(model: nn.Module, x: torch.Tensor) -> Graph:
+    run, planned = compiled(lambda: model(x).square().mean())
     run().backward()
     return planned[-1][0].graph
 
@@ -25,25 +24,21 @@ def test_a_split_convolution_has_the_same_gradients() -> None:
         return model(x).square().mean()
 
     eager = observe(model, loss)
-    for split in (False, True):
-        torch._dynamo.reset()
-        run, _ = compiled(loss, split_convolutions=split, budget=ROOMY, solver=Forgetful())
-        assert eager.differs(observe(model, run)) == []
+    run, _ = compiled(loss, budget=ROOMY, solver=Forgetful())
+    assert eager.differs(observe(model, run)) == []
 
 
 def test_only_what_has_two_gradients_is_split() -> None:
     """The first convolution's input needs none."""
     model, x = Cnn(), input_of("batch_norm")
-    kind = "aten.convolution_backward.default"
-    whole, split = ([op for op in _graph(model, x, s).ops if op.kind == kind] for s in (False, True))
-    assert (len(whole), len(split)) == (4, 7)
+    assert sum(op.kind == "aten.convolution_backward.default" for op in _graph(model, x).ops) == 7
 
 
 def test_gradients_of_weights_can_wait() -> None:
     """The gradient of a large weight need not be there while the rest of the backward runs."""
     model = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(4)), nn.Flatten())
     x = torch.randn(1, 64, 4, 4, requires_grad=True)
-    graph = _graph(model, x, True)
+    graph = _graph(model, x)
     weights = [o for o, op in enumerate(graph.ops) if any(graph.values[v].size_bytes == 64 * 64 * 9 * 4 for v in op.outputs)]
     assert len(weights) == 4
     assert all(len(graph.ops[o].outputs) == 2 for o in weights)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,16 +103,10 @@ class ChunkedProgram:
         """The graphs that it runs, for measurement or estimation."""
         bodies = [self.bodies[piece.body] for piece in self.pieces]
         buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
-        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self.by_piece)
+        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all pieces."""
-        *_, results = self.by_piece(operands)
-        assert results is not None
-        return results
-
-    def by_piece(self, operands: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor] | None]:
-        """Run the pieces one by one: yields None after each, and the results at last."""
         made = [None if is_sum else layout.empty() for layout, is_sum in zip(self.results, self.sums, strict=True)]
         shared: dict[tuple[Buffer, ...], list[torch.Tensor]] = {}
         for piece in self.pieces:
@@ -125,8 +119,7 @@ class ChunkedProgram:
             targets = [sliced(t, slices) for t, slices in zip(made, piece.results, strict=True) if t is not None]
             terms = iter(body.run(given + targets + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
-            yield None
-        yield [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
+        return [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
 
 
 _PROGRAMS: dict[str, ChunkedProgram] = {}

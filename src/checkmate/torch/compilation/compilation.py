@@ -57,7 +57,6 @@ class Compilation:
             plan=self.request.plan,
             hold_outputs=options.outputs == "held",
             hold_last=self.hooks.whole and options.outputs == "held",
-            split_convolutions=options.split_convolutions,
             honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=account.resident.total_bytes,

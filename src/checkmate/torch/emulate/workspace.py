@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
+from checkmate.torch.graph.optimizer_ops import UPDATE, temporary_count, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes
 
 aten = torch.ops.aten
@@ -62,7 +62,8 @@ def modelled_workspace_bytes(node: fx.Node) -> int | None:
         return _efficient_backward(node)
     if target is UPDATE:
         parameter, _, optimizer, which = node.args
-        made = updates_of(optimizer).temporary_count(which)  # type: ignore[arg-type]
+        updates = updates_of(optimizer)  # type: ignore[arg-type]
+        made = temporary_count(updates.optimizer, updates.group(which))  # type: ignore[arg-type]
         return None if made is None else made * storage_bytes(leaves(parameter.meta["val"])[0])  # type: ignore[union-attr]
     return None if target in _CHOSEN_AT_RUN_TIME else 0
 

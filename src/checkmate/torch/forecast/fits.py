@@ -10,32 +10,26 @@ from typing import Unpack
 import torch
 
 from checkmate.core.errors import OptionError
-from checkmate.core.graph import Graph
-from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Reason, Result
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import TIME_LIMIT_S, takes_options
 from checkmate.frontend.planner import keep_everything
-from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.chunking.choose import ChunkedStep
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
-from checkmate.torch.forecast.largest_size import SizeSearch
-from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.joint.capture import Capture
+from checkmate.torch.forecast.largest_batch import SizeSearch
+from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import FitsOptions, check_chunking, fields_of
+from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
-@takes_options(FitsOptions, StepRecipe, chunking="off", time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
 def fits(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -46,12 +40,12 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
-    **options: Unpack[FitsOptions],
+    **options: Unpack[ForecastOptions],
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
     The step is traced with fake tensors: nothing runs and nothing is allocated. Model and example may be on the meta device
-    (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates, also of pieces: no device is
+    (``with torch.device("meta"): ...``). Sizes of tensors are exact. Times are roofline estimates: no device is
     faster. Unknown workspace is listed in ``remarks``; the headroom is for it.
 
     Args:
@@ -64,14 +58,13 @@ def fits(
         memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
-        options: Further options; `FitsOptions` describes them.
+        options: Further options; `ForecastOptions` describes them.
 
     Returns:
         The report; true if the step fits.
 
     Raises:
-        OptionError: The device or the optimizer is unknown, the memory leaves nothing for the step, or ``chunking`` is
-            ``"exact"``.
+        OptionError: The device or the optimizer is unknown, or the memory leaves nothing for the step.
         GraphBreakError: The step cannot be traced as one graph.
 
     Examples:
@@ -82,52 +75,39 @@ def fits(
         >>> bool(answer), answer.verdict, answer.parameter_bytes, answer.state_bytes
         (True, 'keeps everything', 4198400, 8396800)
     """
-    began, chunking, host = time.perf_counter(), options.get("chunking", "off"), options.get("host")
-    check_chunking(chunking)
-    if host is not None and chunking != "off":
-        raise OptionError("host and chunking are not planned together", hint="leave out chunking, or host")
+    began = time.perf_counter()
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
-    room = _Room.of(target.device, memory, headroom, None if host is None else target.device.host_memory(host))
-    name = optimizer if isinstance(optimizer, str) else None
-    given = {"model": model, "loss": loss, "optimizer": None if name else optimizer, "example": example}
+    sizes = _memory(target.device, memory, headroom)
+    if isinstance(optimizer, str):
+        optimizer = optimizer_class(optimizer)([p for p in model.parameters() if p.requires_grad])
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
-    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, name)
+    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target)
     if sequence_dim is not None and tracer.size(sequence_dim) is None:
         raise OptionError(
             f"sequence_dim={sequence_dim}: the tensors of the example do not share one size in that dimension",
             hint="give the dimension in which all tensors of the example have the sequence length, usually 1",
         )
-    step = tracer.traced()
-    return _Forecast(tracer, target, room, step, least_peak(step, chunking)).report(began, sequence_dim)
+    return _Forecast(tracer, target, *sizes, step=tracer.traced()).report(began, sequence_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The memory of a device, the part of it to leave free, the rest less the context, and memory of the host."""
-
-    memory_bytes: int
-    headroom_bytes: int
-    available_bytes: int
-    host: HostMemory | None
-
-    @classmethod
-    def of(cls, device: Device, memory: Amount | None, headroom: float, host: HostMemory | None) -> _Room:
-        """The room in the memory of a device, or in another amount."""
-        if not 0 <= headroom < 1:
-            raise OptionError(
-                f"headroom={headroom!r} is not a share from 0 to less than 1",
-                hint="give a fraction: headroom=0.03 leaves three per cent free",
-            )
-        memory_bytes = device.memory_bytes if memory is None else parse_bytes(memory)
-        headroom_bytes = round(headroom * memory_bytes)
-        available = memory_bytes - device.context_bytes - headroom_bytes
-        if available <= 0:
-            raise OptionError(
-                f"{format_bytes(memory_bytes)} leave nothing after {format_bytes(device.context_bytes)} of context and "
-                f"{format_bytes(headroom_bytes)} of headroom",
-                hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
-            )
-        return cls(memory_bytes, headroom_bytes, available, host)
+def _memory(device: Device, memory: Amount | None, headroom: float) -> tuple[int, int, int]:
+    """The memory of a device or another amount, the part of it to leave free, and the rest less the context."""
+    if not 0 <= headroom < 1:
+        raise OptionError(
+            f"headroom={headroom!r} is not a share from 0 to less than 1",
+            hint="give a fraction: headroom=0.03 leaves three per cent free",
+        )
+    memory_bytes = device.memory_bytes if memory is None else parse_bytes(memory)
+    headroom_bytes = round(headroom * memory_bytes)
+    available = memory_bytes - device.context_bytes - headroom_bytes
+    if available <= 0:
+        raise OptionError(
+            f"{format_bytes(memory_bytes)} leave nothing after {format_bytes(device.context_bytes)} of context and "
+            f"{format_bytes(headroom_bytes)} of headroom",
+            hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
+        )
+    return memory_bytes, headroom_bytes, available
 
 
 @dataclass(slots=True)
@@ -136,43 +116,42 @@ class _Forecast:
 
     tracer: DeviceTracer
     target: EmulatedDevice
-    room: _Room
+    memory_bytes: int
+    headroom_bytes: int
+    available_bytes: int
     step: TracedStep
-    least: ChunkedStep[Capture]  # the step with the smallest peak
     remarks: list[str] = field(default_factory=list[str])
 
     def report(self, began: float, sequence_dim: int | None) -> Fits:
         """The answers, in the order of importance: there may be time for one of the largest sizes only."""
-        tracer, step, room = self.tracer, self.step, self.room
+        tracer, step = self.tracer, self.step
         self._caveats()
         # The search has to prove its result, and rarely needs more time.
-        smallest = min_budget(self.least.captured.graph, limits=Limits(time_s=tracer.share_s(0.2)))
-        verdict, graph, result = self._best(smallest)
+        smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)))
+        verdict, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
-        search = {"tracer": tracer, "step": step, "available_bytes": room.available_bytes, "remarks": self.remarks}
-        kinds = self.least.groups
-        longest = None if sequence_dim is None else SizeSearch(**search, kinds=kinds, name="sequence", dim=sequence_dim).run()
+        search = {"tracer": tracer, "step": step, "available_bytes": self.available_bytes, "remarks": self.remarks}
+        longest = None if sequence_dim is None else SizeSearch(**search, name="sequence", dim=sequence_dim).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
-        reserved = self._reserved(graph, result)
         return Fits(
             verdict=verdict,
             device=self.target.device,
-            memory_bytes=room.memory_bytes,
-            headroom_bytes=room.headroom_bytes,
-            available_bytes=room.available_bytes,
-            graph=graph,
-            whole=step.spec.whole,
+            memory_bytes=self.memory_bytes,
+            headroom_bytes=self.headroom_bytes,
+            available_bytes=self.available_bytes,
+            graph=step.graph,
+            whole=step.whole,
             parameter_bytes=step.parameter_bytes,
             state_bytes=step.state_bytes,
             keep_all_bytes=step.keep_all_bytes,
             smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
             floor_bytes=floor_bytes,
-            why="the optimizer's step needs all gradients" if by_update else why_in_pieces(smallest.why, kinds),
+            why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
-            reserved_bytes=reserved,
+            reserved_bytes=self._reserved(result),
             batch=batch,
-            largest_batch=None if batch is None else SizeSearch(**search, kinds=kinds).run(),
+            largest_batch=None if batch is None else SizeSearch(**search).run(),
             sequence=sequence,
             longest_sequence=longest,
             remarks=tuple(self.remarks),
@@ -196,44 +175,33 @@ class _Forecast:
             share = f"{target.unknown_workspace.total()} of {len(self.step.graph.ops)} ops"
             remarks.append(f"workspace is not known, and counts as nothing, of {share}: {names}")
 
-    def _best(self, smallest: MinBudget) -> tuple[Verdict, Graph, Result | None]:
-        """The verdict for the available bytes, and the cheapest plan found with its graph."""
-        step, graph, available, host = self.step, self.step.graph, self.room.available_bytes, self.room.host
+    def _best(self, smallest: MinBudget) -> tuple[Verdict, Result | None]:
+        """The verdict for the available bytes, and the cheapest plan found."""
+        step, graph, available = self.step, self.step.graph, self.available_bytes
         if step.keep_all_bytes <= available:
-            return "keeps everything", graph, keep_everything(graph)
-        lowest = smallest.floor_bytes if host is None else floor(graph, copies=True).peak_bytes
-        if max(lowest, step.update_bytes) > available:
-            return "does not fit", graph, None
-        limit_s = self.tracer.share_s(0.5)  # this is the main result
-        if self.least.groups:
-            found = best_in_pieces(step, self.least, smallest, available, limit_s)
-            if found is not None:
-                self.remarks += found[1].remarks
-                return "fits with recomputation", *found
-        else:
-            known = smallest.plan if smallest.peak_bytes <= available else None
-            problem = Problem(graph, available, host=host)
-            result = solve(problem, limits=Limits(time_s=limit_s), initial=known, raise_on_failure=False)
-            if host is not None:
-                self.remarks.append("the smallest peak, its floor and the largest sizes are those without copies to the host")
-                self.remarks += result.remarks
-            if isinstance(result, Result):
-                return ("fits with recomputation" if result.plan.host is None else "fits with offload"), graph, result
-            if result.termination.reason is Reason.INFEASIBLE:
-                self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
-                return "does not fit", graph, None
+            return "keeps everything", keep_everything(graph)
+        if max(smallest.floor_bytes, step.update_bytes) > available:
+            return "does not fit", None
+        known = smallest.plan if smallest.peak_bytes <= available else None
+        limits = Limits(time_s=self.tracer.share_s(0.5))  # this is the main result
+        result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
+        if isinstance(result, Result):
+            return "fits with recomputation", result
+        if result.termination.reason is Reason.INFEASIBLE:
+            self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
+            return "does not fit", None
         self.remarks.append(
             f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: raise time_limit_s"
         )
-        return "not known", graph, None
+        return "not known", None
 
-    def _reserved(self, graph: Graph, result: Result | None) -> int | None:
+    def _reserved(self, result: Result | None) -> int | None:
         """Bytes that PyTorch's caching allocator reserves on the device for a plan; None for another allocator."""
         device = self.target.device
         if device.kind != "cuda" or result is None:
             return None
-        found = reserved_bytes(graph, result.plan, self.step.resident_sizes)
-        left = self.room.memory_bytes - device.context_bytes
+        found = reserved_bytes(self.step.graph, result.plan, self.step.resident_sizes)
+        left = self.memory_bytes - device.context_bytes
         if found > left:
             self.remarks.append(
                 f"the caching allocator would reserve {format_bytes(found)}, and the device has {format_bytes(left)}: it returns "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import time
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.torch._compat.dispatch import FakeTensorMode
-from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.device_memory import state_bytes, state_is_known, step_temporary_bytes
+from checkmate.torch.measure.device_memory import missing_state_bytes, state_bytes, step_temporary_bytes
 from checkmate.torch.options import Options
-from checkmate.torch.step.recipe import StepRecipe, StepSpec
+from checkmate.torch.step.recipe import StepRecipe
 from checkmate.torch.step.tracing import trace_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -37,32 +34,22 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     """The optimizer class of a name, in any case of letters; call it with parameters."""
-    known = OPTIMIZERS.get(name.lower())
-    if known is None:
-        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
-        raise OptionError(
-            f"no optimizer {name!r} is known by name; the nearest known one is {near!r}",
-            hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
-        )
-    return known
+    if name.lower() not in OPTIMIZERS:
+        raise OptionError(f"no optimizer {name!r} is known by name", hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer")
+    return OPTIMIZERS[name.lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A step traced for a device."""
 
-    captured: ChunkableStep[Capture]
-    spec: StepSpec  # keeps the updates registered, because the step may be captured again
+    graph: Graph
+    whole: bool  # whether the optimizer's updates are in the graph
     resident_sizes: tuple[int, ...]  # bytes of each parameter and buffer, then of each tensor of the optimizer's state
     parameter_bytes: int  # buffers included
     state_bytes: int
     update_bytes: int  # peak of ``optimizer.step()`` after the backward, resident bytes included; 0 in a whole step
     stateless: str  # name of the optimizer if its state is unknown and not counted
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the step with nothing in pieces."""
-        return self.captured.whole.graph
 
     @property
     def keep_all_bytes(self) -> int:
@@ -77,12 +64,7 @@ class DeviceTracer:
     recipe: StepRecipe
     until: float  # value of ``time.perf_counter()`` at the end of the time limit
     target: EmulatedDevice | None = None  # None for the current device, on which costs and workspace are measured
-    optimizer: str | None = None  # name of an optimizer, in place of the recipe's
     trace_s: float = 0.0  # seconds of the newest trace
-
-    def __post_init__(self) -> None:
-        if self.optimizer is not None:
-            optimizer_class(self.optimizer)
 
     def share_s(self, share: float) -> float:
         """Seconds for a search: a share of the remaining time, at least the second without which it would find nothing.
@@ -115,25 +97,25 @@ class DeviceTracer:
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
             moved = [_rounded(p, granule) for p in trained]
-            optimizer = recipe.optimizer if self.optimizer is None else optimizer_class(self.optimizer)(trained)
+            optimizer = recipe.optimizer
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
-            spec = replace(recipe, example=batch, optimizer=optimizer).spec()
+            spec = replace(recipe, example=batch).spec()
             options = Options(reserve=state, costs="measured" if target is None else "estimated")
-            captured = trace_step(spec, batch, options, target)
+            graph = trace_step(spec, batch, options, target).whole.graph
             update = 0
             if optimizer is not None and not spec.whole:
                 kind = trained[0].device.type if target is None else target.device.kind
-                update = captured.whole.graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
-            stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
+            unknown = optimizer is not None and not optimizer.state and missing_state_bytes(optimizer) is None
         self.trace_s = time.perf_counter() - began
         return TracedStep(
-            captured=captured,
-            spec=spec,
+            graph=graph,
+            whole=spec.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,
             update_bytes=update,
-            stateless=stateless,
+            stateless=type(optimizer).__name__ if unknown else "",
         )
 
 

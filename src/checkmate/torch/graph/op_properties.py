@@ -233,7 +233,7 @@ PIECES = "checkmate_pieces"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """The graphs that an op runs one after the other: its time and memory are measured by piece, or estimated from the graphs.
+    """The graphs that an op runs one after the other, from which its time and memory are estimated.
 
     The inputs of a graph are slices of operands and results, sums so far, and buffers, which have no traced tensor. The first
     graph returns the first terms of the sums.
@@ -242,5 +242,4 @@ class Pieces:
     graphs: tuple[torch.fx.Graph, ...]  # of each piece; equal pieces share one graph
     buffers_bytes: tuple[int, ...]  # of each piece; they are kept for the next piece
     sums: tuple[bool, ...]  # whether each result is a sum over the pieces, instead of assembled from slices
-    # Runs them on whole operands: yields None after each piece, and finally the results.
-    run: Callable[[Sequence[torch.Tensor]], Iterator[list[torch.Tensor] | None]]
+    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # runs them on whole operands

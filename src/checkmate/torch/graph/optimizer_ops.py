@@ -28,24 +28,6 @@ _library.define("update(Tensor(a!) parameter, Tensor gradient, int optimizer, in
 GRADIENT_READY = torch.ops.checkmate.gradient_ready.default
 UPDATE = torch.ops.checkmate.update.default
 
-_PER_PARAMETER_OPTIMIZERS = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.ASGD,
-)
-"""Optimizers whose update of one parameter does not depend on other parameters: updates can run one at a time.
-
-Subclasses are not accepted: a subclass may override ``step``.
-"""
-
 _TRACED_OPTIMIZERS = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 """Optimizers whose updates are traced to ATen ops."""
 
@@ -130,10 +112,6 @@ class Updates:
         known = self.optimizer.state.get(parameter) or initial_state(self.optimizer, self.group(which), parameter)
         return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
 
-    def temporary_count(self, which: int) -> int | None:
-        """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
-        return temporary_count(self.optimizer, self.group(which))
-
     def describe(self, which: int) -> str:
         """Text of all options on which the cost of an update depends besides shape and type."""
         return f"{type(self.optimizer).__name__}{sorted(self.constant_options(self.group_index(which)).items())}"
@@ -188,8 +166,12 @@ def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, whi
 
 
 def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
-    """Whether the update of a parameter is known not to depend on other parameters."""
-    return type(optimizer) in _PER_PARAMETER_OPTIMIZERS
+    """Whether the update of a parameter is known not to depend on other parameters.
+
+    That holds for the optimizers of torch that prepare each parameter by ``_init_group``. A subclass may override ``step``.
+    """
+    kind = type(optimizer)
+    return getattr(optim, kind.__name__, None) is kind and hasattr(kind, "_init_group")
 
 
 def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:

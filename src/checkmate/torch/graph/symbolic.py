@@ -31,13 +31,11 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
     - Integer arguments stay unbounded unless they turn out to be sizes (`checkmate.torch.graph.storages`).
     """
     guessed: dict[str, int] = {}
-    bounded: dict[str, int] = {}
     for symbol in _symbols(example_inputs):
         if is_automatic_dynamic(symbol):
             guessed[str(symbol)] = int(symbol)  # int() specialises: it installs a guard for this value
         elif user_upper_bound(symbol) is None and symbol.node.hint is not None:
             bound_by_hint(symbol)
-            bounded[str(symbol)] = symbol.node.hint
     if guessed:
         _log.warning(
             "sizes or numbers changed and are planned for as they are (%s): each new one costs another compilation and solve; "
@@ -47,8 +45,6 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
             ", ".join(map(str, guessed.values())),
             dynamo_config.recompile_limit,
         )
-    if bounded:
-        _log.info("planned for sizes up to %s; larger ones are compiled and planned again", ", ".join(map(str, bounded.values())))
 
 
 def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -13,7 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +32,9 @@ _log = logging.getLogger("checkmate.torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSteps:
-    """Optimizer steps with the same plan."""
+class StepFigures:
+    """The figures of a plan."""
 
-    first: int  # number of the first step, from 1
-    last: int
-    count: int
     peak_bytes: int
     budget_bytes: int
     keep_all_bytes: int | None  # peak of keeping everything; None if the step was not planned as a whole
@@ -45,12 +42,9 @@ class PlannedSteps:
     gap: float  # maximum share of the cost that a better plan could save
 
     def __str__(self) -> str:
-        which = f"step {self.first}" if self.count == 1 else f"{self.count} of steps {self.first} to {self.last}"
-        if self.count == self.last - self.first + 1 > 1:
-            which = f"steps {self.first} to {self.last}"
         each = "" if self.keep_all_bytes is not None else ", each graph on its own"
         peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
-        return f"{which}: planned {peak} of {budget}, overhead {self.overhead:.3f}x, gap {100 * self.gap:.2f}%{each}"
+        return f"planned {peak} of {budget}, overhead {self.overhead:.3f}x, gap {100 * self.gap:.2f}%{each}"
 
 
 class TrainingReport:
@@ -61,15 +55,16 @@ class TrainingReport:
         self.compiled: list[str] = []
         self.optimizers = 0
         self.steps = 0
-        self.planned: list[PlannedSteps] = []
+        self.planned: dict[StepFigures, tuple[int, int, int]] = {}  # number of optimizer steps, the first and the last, from 1
         self.announced_bytes = 0
         self.measured_bytes: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and texts, for two columns."""
         rows = [("budget", str(self.budget)), ("compiled", ", ".join(self.compiled) or "nothing")]
-        rows.append(("steps", f"{self.steps}, of which {sum(p.count for p in self.planned)} ran plans"))
-        rows += [("", str(planned)) for planned in self.planned]
+        rows.append(("steps", f"{self.steps}, of which {sum(count for count, *_ in self.planned.values())} ran plans"))
+        for plan, (count, first, last) in self.planned.items():
+            rows.append(("", f"{f'step {first}' if count == 1 else f'{count} of steps {first} to {last}'}: {plan}"))
         if self.announced_bytes:
             rows.append(("announced", f"up to {format_bytes(self.announced_bytes)} in a step that was not planned as a whole"))
         measured = "no CUDA device was used" if self.measured_bytes is None else f"{format_bytes(self.measured_bytes)} at most"
@@ -107,21 +102,15 @@ class TrainingReport:
         result, whole = coordinator().result, coordinator().step
         if result is None:
             return
-        now = PlannedSteps(
-            first=step,
-            last=step,
-            count=1,
+        now = StepFigures(
             peak_bytes=result.peak_bytes,
             budget_bytes=result.budget_bytes,
             keep_all_bytes=None if whole is None else _keep_all_bytes(whole),
             overhead=result.overhead,
             gap=result.gap,
         )
-        for k, known in enumerate(self.planned):
-            if replace(now, first=known.first, last=known.last, count=known.count) == known:
-                self.planned[k] = replace(known, last=step, count=known.count + (step > known.last))
-                return
-        self.planned.append(now)
+        count, first, last = self.planned.get(now, (0, step, 0))
+        self.planned[now] = count + (step > last), first, step
 
     def end(self) -> None:
         """Record the announced bytes, and the bytes that the device measured."""
@@ -194,7 +183,6 @@ class _Training:
         self._report = report
         self._steps: dict[int, int] = {}  # number of steps, by the identity of the optimizer
         self._compiled: list[weakref.ref[nn.Module]] = []
-        self._said: set[str] = set()
 
     def init_of_optimizers(self) -> Callable[..., None]:
         """The constructor of optimizers, which also looks for the modules of the optimizer's parameters."""
@@ -213,7 +201,7 @@ class _Training:
 
     def compiles(self) -> Callable[..., Any]:
         """`torch.compile` with the backend of this package."""
-        original = torch.compile
+        original, told = torch.compile, set[str]()
 
         @functools.wraps(original)
         def compiled(model: Any = None, *, backend: Any = "inductor", **settings: Any) -> Any:
@@ -227,7 +215,11 @@ class _Training:
                     model = traceable_call(module) or model
             self._report.compiled.append(type(module).__name__ if isinstance(module, nn.Module) else _name(model))
             if not _is_ours(backend):
-                self._say(f"torch.compile(..., backend={_name(backend)!r}) of the script: backend 'checkmate' is used instead")
+                if _name(backend) not in told:
+                    told.add(_name(backend))
+                    _log.warning(
+                        "torch.compile(..., backend=%r) of the script: backend 'checkmate' is used instead", _name(backend)
+                    )
                 kept = {name: settings[name] for name in ("fullgraph", "dynamic") if name in settings}
                 backend, settings = "checkmate", {**kept, "options": self._options}
             return original(model, backend=backend, **settings)
@@ -244,11 +236,6 @@ class _Training:
         for module in _all_modules():
             _release(module)
         self._report.end()
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            _log.warning(text)
 
 
 def _release(module: nn.Module) -> None:

@@ -68,7 +68,7 @@ def _run(node: fx.Node) -> tuple[set[torch.device], list[Any]]:
     """Run an op on new inputs: devices whose generators moved, and results."""
     run = ready_to_run(node)
     before = _generators()
-    *_, results = run()
+    results = run()
     moved = {device for device, state in _generators().items() if not torch.equal(state, before[device])}
     return moved, list(results) if isinstance(results, (tuple, list)) else [results]
 

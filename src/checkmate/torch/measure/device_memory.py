@@ -147,11 +147,6 @@ def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
     return unique_bytes(t for state in optimizer.state.values() for t in leaves(state)) + (missing or 0)
 
 
-def state_is_known(optimizer: optim.Optimizer) -> bool:
-    """Whether `state_bytes` is complete: the state exists already, or can be computed for the optimizer."""
-    return bool(optimizer.state) or updates_parameters_separately(optimizer)
-
-
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     """Bytes of temporary tensors during ``optimizer.step()`` on a type of device.
 
@@ -176,12 +171,7 @@ def missing_state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int |
         return 0
     if not updates_parameters_separately(optimizer):
         return None
-    return sum(_first_state_bytes(optimizer, group, p, alignment) for group, p in missing)
-
-
-def _first_state_bytes(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, alignment: int) -> int:
-    """State that the first step allocates for a parameter on the parameter's device; step counters may be in host memory."""
-    state = initial_state(optimizer, group, torch.empty_like(parameter, device="meta"))
-    tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
-    on_device = [t for t in tensors if t.is_meta or alignment == 1]
-    return sum(-(-t.nbytes // alignment) * alignment for t in on_device)
+    states = [initial_state(optimizer, group, torch.empty_like(p, device="meta")) for group, p in missing]
+    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    # Step counters may be in host memory.
+    return sum(-(-t.nbytes // alignment) * alignment for t in tensors if t.is_meta or alignment == 1)

@@ -1,7 +1,8 @@
 """Estimates for ops that are not measured: workspace on a CPU, and time by a roofline.
 
 Rules for the kernels of PyTorch 2.13, each with its measured bytes. An op without a rule counts with its largest argument or with
-all of its results, whichever is more: kernels copy an argument that is not contiguous, or compute a result in a wider type.
+all of its results, whichever is more, since kernels may compute a result in a wider type. Copies of arguments that are not
+contiguous are added.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def estimated_workspace_bytes(node: fx.Node) -> int:
         return rule(node, given, made) + scalars
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return scalars
-    return max([sum(made), *given]) + scalars
+    return max([sum(made), *given]) + _copies(node, given, made) + scalars
 
 
 def pieces_workspace_bytes(node: fx.Node, workspace_of: Callable[[fx.Node], int] = lambda op: 0) -> int:
@@ -134,10 +135,6 @@ def _rounded(value: torch.Tensor) -> int:
     return -(-16 // channels) if 0 < channels < 16 else 2 if channels % 16 else 1
 
 
-def _results(node: fx.Node, given: list[int], made: list[int]) -> int:
-    return sum(made) + _copies(node, given, made)
-
-
 def _indices(node: fx.Node, given: list[int], made: list[int]) -> int:
     """The kernel copies or counts the indices."""
     values = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if not t.is_floating_point()]
@@ -150,12 +147,6 @@ def _product(node: fx.Node, given: list[int], made: list[int]) -> int:
         return sum(given) + sum(made)
     values = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if t.dim() > 1]
     return sum(concrete(t.numel()) * t.element_size() for t in values if not any(concrete(s) == 1 for s in t.stride()[-2:]))
-
-
-def _of_channels(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """Statistics or gradients of channels, which each thread sums by itself."""
-    small = [concrete(t.numel()) for t in leaves(node.meta.get("val")) if t.dim() <= 2]
-    return 8 * (1 + torch.get_num_threads()) * max(small, default=0) + _copies(node, given, made)
 
 
 def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
@@ -171,20 +162,9 @@ def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((aten.convolution, aten.convolution_backward), _convolution),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
-    **dict.fromkeys(
-        (
-            aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
-            aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
-        ),
-        _of_channels,
-    ),
     **dict.fromkeys((aten.embedding, aten.embedding_dense_backward, aten.scatter, aten.scatter_add), _indices),
     **dict.fromkeys(
         (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward), _tiles
-    ),
-    **dict.fromkeys(
-        (aten.native_dropout, aten.native_dropout_backward, aten._safe_softmax, aten.cumsum, aten.native_group_norm_backward),
-        _results,
     ),
     **dict.fromkeys(
         (

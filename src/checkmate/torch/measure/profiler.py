@@ -28,17 +28,22 @@ from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.estimates import estimate_ns, estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
-from checkmate.torch.measure.single_op import INPUTS, call_of, layout, materialised, needed_bytes, on_cuda, ready_to_run
-from checkmate.torch.measure.timing import (
+from checkmate.torch.measure.single_op import (
+    INPUTS,
     LONG_NS,
     Clock,
-    LeastTimes,
     Memory,
+    call_of,
+    cpu_clock,
+    layout,
+    materialised,
     measure_on_cpu,
     measure_on_cuda,
+    measured_again_ns,
+    needed_bytes,
+    on_cuda,
     other_memory,
-    passes,
-    run_again,
+    ready_to_run,
 )
 
 _log = logging.getLogger("checkmate.torch")
@@ -115,10 +120,8 @@ def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_se
     tensors = leaves(node.meta.get("val"))
     fx.map_arg((args, kwargs), lambda n: tensors.extend(leaves(n.meta.get("val"))))
     devices = {t.device for t in tensors}
-    parts = [str(target), _describe(args), _describe(kwargs)]
-    # The way of measuring: times measured in other ways are not mixed with these.
-    parts += ["cache-shared direct", *["by-piece"] * (PIECES in node.meta)] if any(d.type == "cpu" for d in devices) else []
-    parts += ["queued"] * any(d.type == "cuda" for d in devices)
+    # The way of measuring is a part: times measured in other ways are not mixed with these.
+    parts = [str(target), _describe(args), _describe(kwargs), "least of three passes"]
     parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
     return " ".join(parts)
 
@@ -151,46 +154,40 @@ def measure_nodes(
 ) -> dict[str, OpCost]:
     """Costs of nodes by signature, measured on tensors of the traced shapes; failures are logged and left out.
 
-    A shared machine may be a tenth slower today, or for some seconds, than during the measurement of other ops of the graph. Some
-    of these ``known`` ops are measured again, in turns with the nodes, and the times of the nodes are scaled by the new times of
-    the known ops (docs/decisions/0009).
+    There are three passes over the ops, because a machine can be a fifth slower for a second. It may also be a tenth slower
+    today than during the measurement of other ops of the graph. Some of these ``known`` ops are measured again, in turns with the
+    nodes, and the times of the nodes are scaled by the new times of the known ops (docs/decisions/0009).
     """
-    return outside_of_profilers(lambda: _measure_nodes(nodes, known, clock))
+    return outside_of_profilers(lambda: _measure_nodes(nodes, known, clock or cpu_clock()))
 
 
-def _measure_nodes(
-    nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]], clock: Clock | None
-) -> dict[str, OpCost]:
+def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]], clock: Clock) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
         other = other_memory()
-        times = {key: LeastTimes(node, clock) for key, node in nodes.items()}
         found: dict[str, OpCost] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
             fits = _fits(node)
             node.meta[_LACKED_ROOM] = not fits
             if not fits:
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
-            elif (cost := _measured_or_warned(node, other, times[key])) is not None:
+            elif (cost := _measured_or_warned(node, other, clock)) is not None:
                 found[key] = cost
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
-        references: dict[str, fx.Node] = {}
+        references: dict[str, OpCost] = {}
         if sum(found[k].cost_ns for k in again) >= 20_000_000:  # shorter ones are not worth the time of references
             for key in _references(known):
-                node, times[key] = known[key][0], LeastTimes(known[key][0], clock)
+                node = known[key][0]
                 # Its known cost may be an estimate, or there was more room when it was measured.
-                if _fits(node) and _measured_or_warned(node, other, times[key]) is not None:
-                    references[key] = node
-
-        def run() -> None:
-            for key, node in progress.counted([*again.items(), *references.items()], "measuring costs"):
-                run_again(node, other, times[key])
-
-        if again:
-            passes(run, lambda: sum(times[k].total_ns for k in again), *(() if clock is None else (lambda: clock() / 1e9,)))
-        took_ns = sum(times[k].total_ns for k in references)
+                if _fits(node) and (cost := _measured_or_warned(node, other, clock)) is not None:
+                    references[key], again[key] = cost, node
+        least_ns = {key: (found.get(key) or references[key]).cost_ns for key in again}
+        for _ in range(2):
+            for key, node in progress.counted([*again.items()], "measuring costs"):
+                least_ns[key] = min(least_ns[key], measured_again_ns(node, other, clock))
+        took_ns = sum(least_ns[k] for k in references)
         pace = sum(known[k][1].cost_ns for k in references) / took_ns if took_ns else 1.0
-        for key in again:
-            found[key] = found[key]._replace(cost_ns=quantise(pace * times[key].total_ns))
+        for key in again.keys() & found:
+            found[key] = found[key]._replace(cost_ns=quantise(pace * least_ns[key]))
     return found
 
 
@@ -222,7 +219,7 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     False if there are no such ops, or the device has no room for them.
     """
     lacking = [node for graph in graphs for node in graph.nodes if lacked_room(node)]
-    needed = max((needed_bytes(node) + _estimated(node).workspace_bytes for node in lacking), default=0)
+    needed = max(map(_estimated_peak_bytes, lacking), default=0)
     if not lacking or needed > _free_bytes(lacking[0]):
         return False
     _log.warning(
@@ -234,17 +231,13 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether there is room to run an op. If not, slices of its batch may give its workspace.
+    """Whether there is room to run an op. If not, a slice of its batch may tell that it needs less than was estimated."""
+    part = _free_bytes(node) / max(1, _estimated_peak_bytes(node))
+    return part >= 1 or (_note_slice(node, part) and _estimated_peak_bytes(node) <= _free_bytes(node))
 
-    The size of the first slice follows from an estimate, the size of the second from the first.
-    """
-    for last in (False, False, True):
-        part = _free_bytes(node) / max(1, needed_bytes(node) + _estimated(node).workspace_bytes)
-        if part >= 1:
-            return True
-        if last or not _note_slice(node, part):
-            break
-    return False
+
+def _estimated_peak_bytes(node: fx.Node) -> int:
+    return needed_bytes(node) + _estimated(node).workspace_bytes
 
 
 def _note_slice(node: fx.Node, part: float) -> bool:
@@ -258,7 +251,7 @@ def _note_slice(node: fx.Node, part: float) -> bool:
     try:
         run = ready_to_run(node, (rows, batch))
         with memory_trace() as trace:
-            *_, results = run()
+            results = run()
             held = unique_bytes(leaves(results))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
         return False
@@ -275,9 +268,9 @@ def _free_bytes(node: fx.Node) -> int:
     return free_bytes(torch.device("cuda" if on_cuda(node) else "cpu"))
 
 
-def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCost | None:
+def _measured_or_warned(node: fx.Node, other: Memory, clock: Clock) -> OpCost | None:
     try:
-        time_ns, workspace = measure_on_cuda(node) if on_cuda(node) else measure_on_cpu(node, other, times)
+        time_ns, workspace = measure_on_cuda(node) if on_cuda(node) else measure_on_cpu(node, other, clock)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         # The same op runs in the step: on types that do not fit together, the step would fail although tracing does not. But the
         # backward of batch normalisation under autocast is traced with other types than the kernel of its forward returns.

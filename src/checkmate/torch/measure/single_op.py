@@ -1,16 +1,25 @@
-"""One op of a graph, run alone on tensors of the traced shapes: its inputs, and the memory of this run."""
+"""One op of a graph, run alone on tensors of the traced shapes: its inputs, its time, and the memory of this run.
+
+The fastest run counts, because everything else that a machine does only adds time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload, run_and_save_rng_state, run_with_rng_state
+from checkmate.torch._compat.profiler import keep_busy, memory_trace
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
@@ -21,8 +30,8 @@ INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=Ma
 may leave no room for copies."""
 
 
-def ready_to_run(node: fx.Node, rows: tuple[int, int] = (0, 0)) -> Callable[[], Iterator[Any]]:
-    """A function that runs an op on new inputs: it yields at the end of each part (see `LeastTimes`), and finally the results.
+def ready_to_run(node: fx.Node, rows: tuple[int, int] = (0, 0)) -> Callable[[], Any]:
+    """A function that runs an op on new inputs and returns its results.
 
     ``rows``: a number of rows for tensors that have the other number of rows.
     """
@@ -35,15 +44,11 @@ def ready_to_run(node: fx.Node, rows: tuple[int, int] = (0, 0)) -> Callable[[], 
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
         update(parameter, gradient)  # the first call allocates the optimizer's state, which is resident and not workspace
-        return lambda: _in_one(update, parameter, gradient)
+        return functools.partial(update, parameter, gradient)
     if PIECES in node.meta:
         pieces: Pieces = node.meta[PIECES]
-        return lambda: pieces.run(real_args[0])
-    return lambda: _in_one(target, *real_args, **real_kwargs)
-
-
-def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    yield call(*args, **kwargs)
+        return functools.partial(pieces.run, real_args[0])
+    return functools.partial(target, *real_args, **real_kwargs)
 
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -96,8 +101,8 @@ def materialised(
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
         flat = torch.empty(_extent(shape, stride), dtype=value.dtype, device=value.device)
-        if fill:
-            _fill(flat)
+        if fill:  # time hardly depends on values, but denormals and NaN are slow; 0 is a valid index, and true masks nothing
+            flat.fill_(0.5 if flat.dtype.is_floating_point or flat.dtype.is_complex else flat.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         largest = value_at_upper_bounds(value)
@@ -105,22 +110,6 @@ def materialised(
     if isinstance(value, (list, tuple)):
         return type(value)(materialised(v, fill=fill, given=given, rows=rows) for v in value)
     return value
-
-
-def _fill(flat: torch.Tensor) -> None:
-    """Fill a tensor with numbers for which an op takes its usual time.
-
-    Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, which is a valid index, and
-    booleans are true, which masks nothing.
-    """
-    if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
-        flat.fill_(flat.dtype is torch.bool)
-    elif flat.dtype.itemsize == 1 or flat.dtype.is_complex:
-        flat.fill_(0.5)
-    else:  # random numbers that repeat: drawing 200 MB takes 0.2 s, copying a quarter of that
-        block = flat[: 1 << 18].uniform_(0.1, 0.9)
-        for part in flat[block.numel() :].split(block.numel()):
-            part.copy_(block[: part.numel()])
 
 
 def _given(node: fx.Node) -> Mapping[int, torch.Tensor]:
@@ -141,3 +130,85 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last of a tensor."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+
+
+Clock = Callable[[], int]
+Memory = npt.NDArray[np.uint8]
+
+LONG_NS = 250_000_000
+"""An op that takes longer runs once: disturbances are small against it, and heads of language models have many long ops."""
+
+
+def cpu_clock() -> Clock:
+    """The clock for ops on the CPU.
+
+    On one thread, the process's CPU time excludes other processes. Several threads need wall time: a run then waits tens of
+    milliseconds for any worker thread that the scheduler preempted.
+    """
+    return time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+
+
+def other_memory() -> Memory:
+    """Memory to read between two runs of an op on a CPU, about a last-level cache: the other ops of a step read as much.
+
+    In a step, the operands of an op are partly in the cache; an op that runs repeatedly finds all of them there
+    (docs/decisions/0009). The memory is a part of the file of PyTorch's library: a budget may leave no room for a tensor.
+    """
+    files = [path for path in (Path(torch.__file__).parent / "lib").iterdir() if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    return np.asarray(np.memmap(largest, np.uint8, "r", shape=(min(32 << 20, largest.stat().st_size),)))
+
+
+def measure_on_cpu(node: fx.Node, other: Memory, clock: Clock) -> tuple[int, int]:
+    """Nanoseconds of an op on the CPU, from up to six runs, and its workspace: its peak less its results."""
+    run = ready_to_run(node)
+    other.max()
+    with memory_trace() as trace:
+        best_ns = _timed(run, clock)
+    if best_ns <= LONG_NS:
+        best_ns = min(best_ns, _least_ns(run, other, clock, most=5))
+    return best_ns, max(0, trace.peak() - new_bytes(node))
+
+
+def measured_again_ns(node: fx.Node, other: Memory, clock: Clock) -> int:
+    """Nanoseconds of an op on the CPU in a later pass over all ops, from one or two runs."""
+    return _least_ns(ready_to_run(node), other, clock, most=2)
+
+
+def _least_ns(run: Callable[[], Any], other: Memory, clock: Clock, most: int) -> int:
+    """The least of some runs, until they took 50 ms: readings of one op vary by about a tenth."""
+    readings: list[int] = []
+    while len(readings) < most and sum(readings) <= 50_000_000:
+        other.max()
+        readings.append(_timed(run, clock))
+    return min(readings)
+
+
+def _timed(run: Callable[[], Any], clock: Clock) -> int:
+    began = clock()
+    run()
+    return clock() - began
+
+
+def measure_on_cuda(node: fx.Node) -> tuple[float, int]:
+    """Nanoseconds and workspace of an op on a CUDA device."""
+    run = ready_to_run(node)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del out
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best_ns = float("inf")
+    for _ in range(5):
+        # The GPU is busy for half a millisecond while the op is launched, so only its kernels are timed, not launches.
+        keep_busy(1_000_000)
+        begin.record()
+        out = run()
+        end.record()
+        end.synchronize()
+        del out
+        best_ns = min(best_ns, begin.elapsed_time(end) * 1e6)
+    return best_ns, max(0, peak - new_bytes(node))

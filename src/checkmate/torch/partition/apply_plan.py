@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.plan import Compute, Fetch, Free, Offload, Plan, Step
+from checkmate.core.plan import Compute, Discard, Fetch, Free, Offload, Plan
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM_NO_STATS,
     op_properties,
@@ -97,27 +97,24 @@ class _Writer:
         module.graph.lint()
         return module
 
-    def _move(self, step: Step) -> None:
+    def _move(self, step: Offload | Fetch | Discard | Free) -> None:
         """Emit the nodes of a copy, or of the wait for a copy before a free; other frees need none."""
-        assert not isinstance(step, Compute)
-        v, node = step.value, self.node_of.get(step.value)
+        v = step.value
         if isinstance(step, Offload):
-            assert node is not None
-            self.host[v] = self._call(copies.offload, (self.env[node],), None)
+            self.host[v] = self._call(copies.offload, (self.env[self.node_of[v]],), None)
             self.sending.add(v)
-        elif isinstance(step, Free):
-            if v in self.sending:
-                assert node is not None
-                self._call(copies.wait_sent, (self.host[v], self.env[node]), None)
-                self.sending.remove(v)
-            self.arriving.discard(v)
         elif isinstance(step, Fetch):
-            assert node is not None
+            node = self.node_of[v]
             self.env[node] = self._call(copies.fetch, (self.host[v],), node)
             self.arriving.add(v)
-        else:
+        elif isinstance(step, Discard):
             self._call(copies.discard, (self.host.pop(v),), None)
             self.sending.discard(v)
+        else:
+            if v in self.sending:
+                self._call(copies.wait_sent, (self.host[v], self.env[self.node_of[v]]), None)
+                self.sending.remove(v)
+            self.arriving.discard(v)
 
     def _wait_fetched(self, v: int) -> None:
         node = self.node_of[v]

@@ -77,9 +77,7 @@ class _Liveness:
 
     def __init__(self, costs: Costs, *modules: fx.GraphModule) -> None:
         self.now = 0  # the number of nodes visited
-        self.size: list[int] = []
-        self.birth: list[int] = []
-        self.death: list[int] = []  # the time of the last use
+        self.instances: list[list[int]] = []  # bytes, and the times of the first and the last use
         self.where: dict[fx.Node, dict[int, int | None]] = {}  # the instances of a node's result, by storage key
         self.extra: dict[int, int] = {}  # time to workspace in bytes
         nodes = [n for m in modules for n in m.graph.nodes if n.op == "call_function"]
@@ -127,18 +125,16 @@ class _Liveness:
         for node in nodes:
             for instance in self.where[node].values() if isinstance(node, fx.Node) else ():
                 if instance is not None:
-                    self.death[instance] = self.now
+                    self.instances[instance][2] = self.now
 
     def _new(self, size: int) -> int:
-        self.size.append(size)
-        self.birth.append(self.now)
-        self.death.append(self.now)
-        return len(self.size) - 1
+        self.instances.append([size, self.now, self.now])
+        return len(self.instances) - 1
 
     def peak(self) -> int:
         """Maximum over time of the bytes of live instances and workspace."""
         change = [0] * (self.now + 2)
-        for size, birth, death in zip(self.size, self.birth, self.death, strict=True):
+        for size, birth, death in self.instances:
             change[birth] += size
             change[death + 1] -= size
         peak = held = 0

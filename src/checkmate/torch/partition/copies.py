@@ -1,12 +1,12 @@
-"""Copies of storages to the host and back, concurrent with the ops of a step: functions for the nodes of a plan with copies.
+"""Copies of storages to the host and back: functions for the nodes of a plan with copies.
 
-On the CPU two threads are the copy engines. They copy into memory that torch's allocator does not know: the measured peak of the
-device is therefore the peak of the step alone. On CUDA each engine is a stream, with pinned memory and events.
+On CUDA each of two copy engines is a stream, with pinned memory and events. On the CPU a copy runs when it is first waited for,
+the latest moment that the plan allows, into memory that torch's allocator does not know: the measured peak of the device is the
+peak of the step alone.
 
 The order of waits is as in `checkmate.simulate`: the compute stream waits for a copy before it frees the storage (`wait_sent`),
 before it first reads a fetched value (`wait_fetched`), and before it discards the copy on the host. Device storage is allocated
-and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`. A
-host buffer is reused only by a copy that is issued after one of these waits.
+and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`.
 
 On CUDA nothing here has been run: no GPU was available. torch 2.13 has separate ops for the same purpose (``ao::offload``,
 ``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, and a copy back would wait for
@@ -15,10 +15,9 @@ earlier copies out; ``wait_tensor`` also frees the storage of its source althoug
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -41,27 +40,18 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._lock = threading.Lock()
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer of bytes; pinned buffers are kept for the next step, because pinning takes longer than copying."""
-        with self._lock:
-            self.held_bytes += size_bytes
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            known = self._free.get(size_bytes)
-            if pinned and known:
-                return known.pop()
+        """A buffer of bytes; torch keeps freed pinned memory for the next step, because pinning takes longer than copying."""
+        self.held_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if pinned:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take a buffer out of use."""
-        with self._lock:
-            self.held_bytes -= buffer.numel()
-            if buffer.is_pinned():
-                self._free.setdefault(buffer.numel(), []).append(buffer)
+        self.held_bytes -= buffer.numel()
 
 
 BUFFERS = HostBuffers()
@@ -83,7 +73,7 @@ def offload(tensor: torch.Tensor) -> HostCopy:
     buffer = BUFFERS.take(where.numel(), pinned=tensor.is_cuda)
     meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
     copy = HostCopy(buffer, meaning)
-    copy.sent = _engines(tensor.device).copy("out", buffer, where, after=_nothing)
+    copy.sent = _copy("out", buffer, where, tensor.device, after=_nothing)
     return copy
 
 
@@ -97,7 +87,7 @@ def fetch(copy: HostCopy) -> torch.Tensor:
     """Allocate a tensor and begin to copy it back from the host."""
     dtype, device, offset, size, stride = copy.tensor
     where = torch.empty(copy.buffer.numel(), dtype=torch.uint8, device=device)
-    copy.fetched = _engines(device).copy("in", where, copy.buffer, after=copy.sent)
+    copy.fetched = _copy("in", where, copy.buffer, device, after=copy.sent)
     return torch.empty(0, dtype=dtype, device=device).set_(where.untyped_storage(), offset, size, stride)
 
 
@@ -138,58 +128,37 @@ def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
     return HostMemory(amount_bytes, int(sample.numel() / best["out"]), int(sample.numel() / best["in"]))
 
 
-class _ThreadEngines:
-    """One thread for each direction, for tensors of the CPU."""
+def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]) -> Callable[[], None]:
+    """A copy on the CPU, which runs when it is first waited for."""
+    both = [(into, source)]
 
-    def __init__(self) -> None:
-        self.before_copy: Callable[[], None] = _nothing  # called by a thread before each copy; tests delay copies with it
-        self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"checkmate-copy-{d}") for d in ("out", "in")}
-
-    def copy(
-        self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Queue a copy through numpy: another thread must not write torch's version counters."""
-        both = [(into.numpy(), source.numpy())]
-
-        def run() -> None:
-            self.before_copy()
+    def wait() -> None:
+        if both:
             after()
-            # The thread keeps this function a moment longer than the copy takes; the function must not keep the storages.
-            np.copyto(*both.pop())
+            target, origin = both.pop()  # this function must not keep the storages
+            np.copyto(target.numpy(), origin.numpy())
 
-        done: Future[None] = self._threads[direction].submit(run)
-        return done.result
-
-
-class _StreamEngines:
-    """One stream for each direction, for a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-
-    def copy(
-        self, direction: Direction, into: torch.Tensor, source: torch.Tensor, after: Callable[[], None]
-    ) -> Callable[[], None]:
-        stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            after()  # waits on the current stream, the stream of this copy
-            into.copy_(source, non_blocking=True)
-        done = stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+    return wait
 
 
-THREADS = _ThreadEngines()
-_STREAMS: dict[torch.device, _StreamEngines] = {}
+@functools.cache
+def _engine(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
-def _engines(device: torch.device) -> _ThreadEngines | _StreamEngines:
+def _copy(
+    direction: Direction, into: torch.Tensor, source: torch.Tensor, device: torch.device, after: Callable[[], None]
+) -> Callable[[], None]:
+    """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
-        return THREADS
-    if device not in _STREAMS:
-        _STREAMS[device] = _StreamEngines(device)
-    return _STREAMS[device]
+        return _copy_when_awaited(into, source, after)
+    stream = _engine(device, direction)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        after()  # waits on the current stream, the stream of this copy
+        into.copy_(source, non_blocking=True)
+    done = stream.record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

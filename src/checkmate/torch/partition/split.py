@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,15 +25,8 @@ from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak
 from checkmate.torch.passes.gradients import accumulating, apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
-_log = logging.getLogger("checkmate.torch")
-
-
 Recapture = Callable[[fx.GraphModule], Capture]
 """Captures a changed joint module as the original was captured."""
-
-
-MOST_ROOMS = 3
-"""Maximum number of measurements of ops, each in the room of a share, computed from the costs known by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +38,6 @@ class Task:
     # a changed joint module. It may leave hints for a compiler in the metadata of captured nodes.
     plan: Callable[[Capture, Recapture], tuple[Capture, Result]]
     hold_outputs: bool  # the caller holds the forward's outputs to the end of the backward
-    split_convolutions: bool  # the backward of a convolution is split into one op per gradient
     honours_checkpoints: bool  # checkpointed regions are recomputed, and never held
     no_recompute: frozenset[str]  # names of ops that must run once
     extra_resident_bytes: int  # besides the graph's inputs
@@ -69,7 +59,7 @@ class Task:
             return sys.maxsize, whole, *self.plan(whole, recapture)
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
         whole, more, room = bare, self.room(bare.graph), -sys.maxsize
-        for _ in range(MOST_ROOMS):
+        for _ in range(3):  # measurements of ops, each in the room of a share by the costs known by then
             if more <= room:
                 break
             with within_room(room := more):
@@ -130,10 +120,8 @@ def _partition(
             "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
             hint="exclude the module that calls it from compilation: torch.compiler.disable(module)",
         )
-    began = time.perf_counter()
     prepared = prepare(
         joint,
-        split_convolutions=task.split_convolutions,
         honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
         layout_pass=task.layout_pass,
@@ -149,7 +137,6 @@ def _partition(
     with within_room(room):
         forward, backward = planned.split(result)
     task.on_planned(planned, result)
-    _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
 
 
@@ -210,7 +197,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         SplitError: The module would take more memory than planned.
         CheckmateError: No plan was found.
     """
-    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass, examine=task.examine)
+    prepared = prepare(module, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
@@ -229,7 +216,3 @@ def _check_peak(capture: Capture, result: Result, counted: int) -> None:
             f"{format_bytes(planned)} ({planned} bytes); nothing has run",
             hint="this is a bug of checkmate: please report it with the model, and compile without a budget until it is fixed",
         )
-    # A plan may count more than the step takes: the state of a random op that is never replayed (65,536 bytes are thirteen of the
-    # CPU's), and running statistics that a recomputed BatchNorm does not write.
-    if counted < 0.99 * planned - 65536:
-        _log.warning("the partitioned step takes %s, its plan %s", format_bytes(counted), format_bytes(planned))

@@ -25,7 +25,6 @@ from checkmate.torch.passes.losses import correct_loss_storages
 def prepare(
     joint: fx.GraphModule,
     *,
-    split_convolutions: bool,
     honours_checkpoints: bool = False,
     no_recompute: frozenset[str] = frozenset(),
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
@@ -39,8 +38,7 @@ def prepare(
     graph = layout_pass(copy_graph(joint.graph))
     examine(graph)
     _read_sizes_from_inputs(graph)
-    if split_convolutions:
-        split_convolution_backward(graph)
+    split_convolution_backward(graph)
     if honours_checkpoints:
         honour_checkpoints(graph, no_recompute)
     correct_loss_storages(graph)

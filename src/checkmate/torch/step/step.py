@@ -177,7 +177,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "options": "write each option by its name, such as budget='8GiB'",
     "budget_gb": "write budget='8GiB'",
     **dict.fromkeys(
-        ("device", "unplanned", "no_recompute", "ranks", "split_convolutions"),
+        ("device", "unplanned", "no_recompute", "ranks"),
         "leave it out: it is an option of torch.compile(model, backend='checkmate', options={...})",
     ),
 }

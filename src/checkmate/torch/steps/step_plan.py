@@ -23,7 +23,7 @@ from checkmate.torch.joint.capture import CapturedGraph, captured_graph
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.profiler import announce_measurements
 from checkmate.torch.measure.resident import within_room
-from checkmate.torch.partition.split import MOST_ROOMS, CapturedJoint
+from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.recorder import Run, Seen, SeenStorage, StepRecorder
 from checkmate.torch.steps.step_graph import ObservedStep, Segment, StepGraph, Storage, step_graph
@@ -115,7 +115,7 @@ class _StepPlanner:
 
     def _measure_in_room(self) -> None:
         room = -1
-        for _ in range(MOST_ROOMS):
+        for _ in range(3):
             if not any(joint.has_estimates for joint in self._joints):
                 return
             more = self._measurable_bytes(self._captured([joint.without_guesses() for joint in self._joints]))
