@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,30 +11,30 @@ import numpy.typing as npt
 from checkmate.core.problem import Problem
 from checkmate.solvers.reductions.fold_views import may_run_again, reads_with_storage
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
 
-NEVER = 1 << 40
-"""A stage that is never reached."""
+NEVER: Final = 1 << 30
+"""A stage after all others, or one that is never reached; fits int32."""
 
 OP = np.dtype(
     [
         ("cost", "f8"),
         ("workspace", "f8"),
         ("replay", "f8"),
-        ("reads", "i8"),  # start of its values in `FlatGraph.reads`; they end where those of the next op start
-        ("writes", "i8"),
-        ("last_stage", "i8"),  # last stage in which it may run: the stage of the first op that overwrites its inputs
-        ("once", "i8"),  # whether it may run only once
+        ("reads", "i4"),  # start of its values in `FlatGraph.reads`; they end where those of the next op start
+        ("writes", "i4"),
+        ("last_stage", "i4"),  # last stage in which it may run: the stage of the first op that overwrites its inputs
+        ("once", "i4"),  # whether it may run only once
     ]
 )
 VALUE = np.dtype(
     [
         ("size", "f8"),
-        ("producer", "i8"),
-        ("slot", "i8"),  # place among the outputs of its op
-        ("fetched_at", "i8"),  # stage of the last move that fetches it from the host, or `NEVER`
-        ("evictable", "i8"),  # whether it may be dropped and made again
-        ("kept", "i8"),
+        ("producer", "i4"),
+        ("slot", "i4"),  # place among the outputs of its op
+        ("fetched_at", "i4"),  # stage of the last move that fetches it from the host, or `NEVER`
+        ("evictable", "i4"),  # whether it may be dropped and made again
+        ("kept", "i4"),
     ]
 )
 
@@ -94,9 +94,9 @@ def flatten(problem: Problem) -> FlatGraph:
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
     values["evictable"] = (ops["once"][values["producer"]] == 0) & (values["size"] > 0) & ~viewed
     clobbers = [(o, c) for o, op in enumerate(graph.ops) for c in op.clobbered_by]
-    ordered = np.array(graph.order, dtype=np.int64).reshape(-1, 2)
-    overwritten = np.array(clobbers, dtype=np.int64).reshape(-1, 2)
-    targets = np.arange(count + 1)
+    ordered = np.array(graph.order, dtype=np.int32).reshape(-1, 2)
+    overwritten = np.array(clobbers, dtype=np.int32).reshape(-1, 2)
+    targets = np.arange(count + 1, dtype=np.int32)
     ops["last_stage"][:-1] = _last_stages(overwritten, targets)
     return FlatGraph(ops, values, read, written, targets, ordered, overwritten)
 
@@ -111,8 +111,8 @@ def with_stages(
     end = len(given.ops) - 2
     staged = np.ones(end + 1 + len(moved), dtype=np.bool_)
     staged[on_demand] = False
-    targets = np.append(order[staged[order]], end)
-    stage = np.zeros(len(staged), dtype=np.int64)
+    targets = np.append(order[staged[order]], np.int32(end))
+    stage = np.zeros(len(staged), dtype=np.int32)
     stage[targets] = np.arange(len(targets))
     ops = np.zeros(len(staged) + 1, dtype=OP)
     ops[: end + 2] = given.ops
@@ -129,12 +129,12 @@ def with_stages(
 
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Lists in compressed sparse rows: the start of each list and the end of the last; all entries, and one unused entry."""
-    starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
-    return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int32)
+    return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int32)
 
 
 def _last_stages(overwritten: Ints, stage: Ints) -> Ints:
     """Last stage in which each op may run: that of the op that overwrites its inputs, because a stage computes its op last."""
-    last_stage = np.full(len(stage), NEVER, dtype=np.int64)
+    last_stage = np.full(len(stage), NEVER, dtype=np.int32)
     np.minimum.at(last_stage, overwritten[:, 0], stage[overwritten[:, 1]])
     return last_stage

@@ -40,16 +40,16 @@ def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[
             after[p].append(o)
     work = _Work(
         *rows(after),
-        waits_for=np.array([len(above) for above in before], dtype=np.int64),
-        readers=np.bincount(g.reads[:-1], minlength=len(g.values)),  # END is a reader: kept values are never freed
-        waits=np.zeros(count, dtype=np.int64),
-        left=np.zeros(len(g.values), dtype=np.int64),
-        ready=np.zeros(count, dtype=np.int64),
-        order=np.zeros(count, dtype=np.int64),
+        waits_for=np.array([len(above) for above in before], dtype=np.int32),
+        readers=np.bincount(g.reads[:-1], minlength=len(g.values)).astype(np.int32),  # END is a reader: kept values are never freed
+        waits=np.zeros(count, dtype=np.int32),
+        left=np.zeros(len(g.values), dtype=np.int32),
+        ready=np.zeros(count, dtype=np.int32),
+        order=np.zeros(count, dtype=np.int32),
         time_up=no_alarm() if time_up is None else time_up,
     )
     tries = max(1, min(300, 300_000_000 // max(1, count * count)))  # less than a second even in the worst case
-    best = np.arange(count, dtype=np.int64)
+    best = np.arange(count, dtype=np.int32)
     peak = lowest_peak(g, work, tries, seeded(seed), best)
     own = simulate(graph, Plan.from_order(graph, range(count))).peak_bytes - graph.resident_bytes
     return best.tolist() if peak < 0.99 * own else list(range(count))

@@ -25,8 +25,9 @@ from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.events.relaxation import relax
-from checkmate.solvers.evict.profile import Code, add_interval
+from checkmate.solvers.evict.profile import add_interval
 from checkmate.solvers.evict.search import Search
+from checkmate.solvers.flat_graph import Ints
 
 Prove = Callable[[float, bool], None]
 """Takes a bound as a share (extra cost over the cost of computing every op once), and whether it holds for any order."""
@@ -137,7 +138,7 @@ def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
     return sorted(chain)
 
 
-def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Code:
+def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Ints:
     """Eviction code of a solution: at each event values are held as in S, and between events every live value is kept.
 
     The program does not constrain the time between events. The code holds too much there rather than too little: the
