@@ -80,10 +80,10 @@ class ForwardPass:
         code, stages = search.empty_code(), len(g.targets)
         for o, stop in until.items():
             # Overwritten inputs: the op could be computed again only up to some stage, which these rules ignore.
-            if g.ops[o]["last_stage"] <= stages:
+            if g.last_stage[o] <= stages:
                 continue
             for v in self.graph.ops[o].outputs:
-                if g.values[v]["evictable"]:
+                if g.evictable[v]:
                     add_interval(code, v, self._touched[o] + 1, min(stop, stages) - 1)
         order, peak_bytes = search.order_and_peak(code)
         return (sum(self.graph.ops[o].cost for o in order), peak_bytes, order) if order else None

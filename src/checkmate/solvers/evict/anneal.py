@@ -50,7 +50,7 @@ def anneal_sequence(problem: Problem, order: Sequence[int], seed: int, time_up: 
     # A view that folding left keeps its base's instance alive. The kernels do not know that rule, so the op of the base is not
     # computed again.
     for o in {graph.producer[graph.root[v]] for v, x in enumerate(graph.values) if x.base is not None}:
-        g.values["evictable"][list(graph.ops[o].outputs)] = 0
+        g.evictable[list(graph.ops[o].outputs)] = 0
     random = np.random.default_rng(seed)
     # No price is best on all graphs: low ones find sequences of other kinds, high ones find sequences within a tight budget.
     op_cost = max(1.0, graph.cost / max(1, len(graph.ops)))
@@ -84,9 +84,9 @@ def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed
 
 
 def _annealed(g: FlatGraph, settings: _Annealing, order: Sequence[int], seed: int, time_up: Flag | None) -> Resequenced:
-    ops, length = len(g.ops) - 2, len(order) + 1
+    ops, length = len(g.cost) - 1, len(order) + 1
     room = max(length, 8 * ops) + _LONGEST_CHAIN
-    counts = (3 * [len(g.values)], 5 * [len(g.ops)], 2 * [room])
+    counts = (3 * [len(g.size)], 5 * [len(g.cost)], 2 * [room])
     ints = (np.zeros(n, dtype=np.int32) for n in itertools.chain(*counts))
     chain = (np.zeros(_LONGEST_CHAIN + 1, dtype=np.int32) for _ in range(3))
     work = _Work(*ints, np.zeros(room), np.zeros(room), *chain, no_alarm() if time_up is None else time_up)
@@ -147,31 +147,31 @@ def _excess(g, w, sequence, length, runs, bytes_at, room, most):
             w.last[o] = p
             w.passed[o] = 0
             if runs[o] > 1:  # the replay state, held from the first to the last computation
-                held += g.ops[o].replay
+                held += g.replay[o]
         w.first[o] = p
         w.passed[o] += 1
         there = held
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             v = g.writes[k]
             if w.live[v]:
-                held -= g.values[v].size
+                held -= g.size[v]
                 w.live[v] = 0
             else:
-                there += g.values[v].size
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+                there += g.size[v]
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             v = g.reads[k]
             if not w.live[v]:
-                there += g.values[v].size
-                held += g.values[v].size
+                there += g.size[v]
+                held += g.size[v]
                 w.live[v] = 1
-        there += g.ops[o].workspace
+        there += g.workspace[o]
         bytes_at[p] = there
         if there > room:
             excess += there - room
             if excess > most:
                 return excess, False
         if runs[o] > 1 and w.passed[o] == runs[o]:
-            held -= g.ops[o].replay
+            held -= g.replay[o]
     for v in range(len(w.live)):
         if w.live[v]:  # read before it is made
             return excess, False
@@ -195,14 +195,14 @@ def _without_unread(g, w, length):
     for p in range(length - 1, -1, -1):
         o = w.trial[p]
         read = False
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             read = read or w.live[g.writes[k]] != 0
         if not read and w.trial_runs[o] > 1:
             w.trial_runs[o] -= 1
             continue
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             w.live[g.writes[k]] = 0
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             w.live[g.reads[k]] = 1
         place -= 1
         w.trial[place] = o
@@ -216,7 +216,7 @@ def _without_unread(g, w, length):
 def _reads(g, o, v):
     """Whether an op reads a value."""
     reads = False
-    for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+    for k in range(g.reads_from[o], g.reads_from[o + 1]):
         reads = reads or g.reads[k] == v
     return reads
 
@@ -225,8 +225,8 @@ def _reads(g, o, v):
 def _reads_from(g, a, b):
     """Whether an op reads an output of another."""
     reads = False
-    for k in range(g.ops[a].reads, g.ops[a + 1].reads):
-        reads = reads or g.values[g.reads[k]].producer == b
+    for k in range(g.reads_from[a], g.reads_from[a + 1]):
+        reads = reads or g.producer[g.reads[k]] == b
     return reads
 
 
@@ -277,14 +277,14 @@ def _find_read(g, w, sequence, length, room, excess, random):
         if at >= length:
             continue
         o = sequence[at]
-        inputs = g.ops[o + 1].reads - g.ops[o].reads
+        inputs = g.reads_from[o + 1] - g.reads_from[o]
         if inputs == 0:
             continue
-        v = g.reads[g.ops[o].reads + int(next_random(random) * inputs)]
-        if not g.values[v].evictable:
+        v = g.reads[g.reads_from[o] + int(next_random(random) * inputs)]
+        if not g.evictable[v]:
             continue
         q = at - 1
-        while q >= p and g.values[v].producer != sequence[q] and not _reads(g, sequence[q], v):
+        while q >= p and g.producer[v] != sequence[q] and not _reads(g, sequence[q], v):
             q -= 1
         if q < p:
             return p, v, at
@@ -303,39 +303,39 @@ def _chain(g, w, sequence, length, p, value, at, random):
     w.remade[:] = 0
     for q in range(length):
         o = sequence[q]
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             if not w.remade[g.reads[k]]:
                 w.touched[g.reads[k]] = q
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             if q < at:
                 w.touched[g.writes[k]] = q
             else:
                 w.remade[g.writes[k]] = 1
     again = next_random(random)
-    w.chain[0] = g.values[value].producer
-    w.next_read[0] = g.ops[w.chain[0]].reads
+    w.chain[0] = g.producer[value]
+    w.next_read[0] = g.reads_from[w.chain[0]]
     depth, count = 1, 0
     while depth > 0:
         o = w.chain[depth - 1]
         k = w.next_read[depth - 1]
-        if k >= g.ops[o + 1].reads:
+        if k >= g.reads_from[o + 1]:
             depth -= 1
             w.added[count] = o
             count += 1
             continue
         w.next_read[depth - 1] = k + 1
         v = g.reads[k]
-        if w.touched[v] >= at or not g.values[v].evictable:
+        if w.touched[v] >= at or not g.evictable[v]:
             continue
         if next_random(random) >= (again if w.touched[v] < p else 0.2 * again):
             continue
         if depth + count >= len(w.chain) - 1:
             return 0
-        made = g.values[v].producer
-        for j in range(g.ops[made].writes, g.ops[made + 1].writes):  # computed once
+        made = g.producer[v]
+        for j in range(g.writes_from[made], g.writes_from[made + 1]):  # computed once
             w.touched[g.writes[j]] = length
         w.chain[depth] = made
-        w.next_read[depth] = g.ops[made].reads
+        w.next_read[depth] = g.reads_from[made]
         depth += 1
     return count
 
@@ -350,7 +350,7 @@ def _anneal(g, w, settings, sequence, length, best, random):
     cost = 0.0
     for p in range(length):
         w.runs[sequence[p]] += 1
-        cost += g.ops[sequence[p]].cost
+        cost += g.cost[sequence[p]]
     excess, _ = _excess(g, w, sequence, length, w.runs, w.held, settings.room, np.inf)
     best_cost, best_length = np.inf, 0
     if excess <= 0:
@@ -405,7 +405,7 @@ def _anneal(g, w, settings, sequence, length, best, random):
             trial_length = _without_unread(g, w, trial_length)
             trial_cost = 0.0
             for p in range(trial_length):
-                trial_cost += g.ops[w.trial[p]].cost
+                trial_cost += g.cost[w.trial[p]]
         # The largest excess at which the move is accepted; it is drawn first, to let the pass end early.
         most = excess + (cost - trial_cost - temperature * np.log(max(next_random(random), 1e-300))) / price
         if most < 0:

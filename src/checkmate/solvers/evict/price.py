@@ -46,10 +46,10 @@ def _first_from(places, start, stop, position):
 @inner_kernel
 def _newest_before(g, w, v, position):
     """The instance of a value that is the newest before a position, -1 if there is none."""
-    o = g.values[v].producer
+    o = g.producer[v]
     first = w.runs_from[o]
     k = _first_from(w.runs, first, w.runs_from[o + 1], position)
-    return w.makes[w.runs[k - 1]] + g.values[v].slot if k > first else -1
+    return w.makes[w.runs[k - 1]] + g.slot[v] if k > first else -1
 
 
 @inner_kernel
@@ -68,7 +68,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
     """
     mark = w.stamp[0]
     need_stage = w.stage[need_at]
-    total = g.ops[root_op].cost
+    total = g.cost[root_op]
     pinned = 0.0
     group = 0
     w.stack[0] = root_op
@@ -79,13 +79,13 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
             return True, total, pinned, group, True
         depth -= 1
         o = w.stack[depth]
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             v = g.reads[k]
             if w.seen_value[v] == mark:
                 continue
             w.seen_value[v] = mark
             # Fetched from the host by then, and held afterwards.
-            if need_stage >= g.values[v].fetched_at:
+            if need_stage >= g.fetched_at[v]:
                 continue
             x = _newest_before(g, w, v, need_at)
             # Not computed before: the op is on demand, and the plan pays for its first computation in any case.
@@ -102,12 +102,12 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
                 continue
             # Cannot be made again, at least at that stage. If the code holds the value, it only lives longer; if that is over
             # the peak, its bytes are subtracted from the gain. If the code does not hold it, nothing can bring it back.
-            p = g.values[v].producer
-            if g.ops[p].once or need_stage > g.ops[p].last_stage:
+            p = g.producer[v]
+            if g.once[p] or need_stage > g.last_stage[p]:
                 if not held:
                     return False, 0.0, 0.0, 0, False
                 if made < peak_at:
-                    pinned += g.values[v].size
+                    pinned += g.size[v]
                 continue
             # Its last read is before the peak, but the eviction gives it a new reader, for which the code would hold it over the
             # peak. It is evicted with the value and computed again too: a chain of cheap ops is evicted as a whole.
@@ -120,7 +120,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
             # An op with several outputs is paid once.
             if w.seen_op[p] != mark:
                 w.seen_op[p] = mark
-                total += g.ops[p].cost
+                total += g.cost[p]
                 w.stack[depth] = p
                 depth += 1
     return True, total, pinned, group, False
@@ -143,17 +143,17 @@ def _price(g, w, code, x, at, excess, exponent, most):
         return False, 0.0, 0.0, 0, 0, False
     need_at = w.uses[use]
     need_stage = w.stage[need_at]
-    p = g.values[v].producer
+    p = g.producer[v]
     # Within a stage nothing is dropped: a value touched and read in the stage of the peak stays. An op whose inputs are
     # overwritten by the next read cannot run again.
-    if (w.stage[touch] == stage and need_stage == stage) or need_stage > g.ops[p].last_stage:
+    if (w.stage[touch] == stage and need_stage == stage) or need_stage > g.last_stage[p]:
         return False, 0.0, 0.0, 0, 0, False
     duration = max(1, w.over[need_at] - w.over[touch + 1]) ** exponent if exponent > 0 else 1.0
     # Bytes beyond the excess count nothing: otherwise large values would win although a small one is enough.
-    benefit = min(g.values[v].size, excess) * duration
+    benefit = min(g.size[v], excess) * duration
     w.stamp[0] += 1
     possible, cost, pinned, group, partial = _remake_cost(g, w, code, p, at, need_at, most * benefit)
-    gain = g.values[v].size - pinned
+    gain = g.size[v] - pinned
     if not possible or (gain <= 0 and not partial):
         return False, 0.0, 0.0, 0, 0, False
     if not partial:
@@ -227,10 +227,10 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
     stage = w.stage[at]
     enough = excess * (1.0 - settings.batch_fraction)
     count = 0
-    for v in range(len(g.values)):
+    for v in range(len(g.size)):
         x = _newest_before(g, w, v, at)
         # Dead at the peak, or read there for the last time: an eviction gains nothing.
-        if g.values[v].evictable and x >= 0 and w.last_read[x] > at and w.time_up[0] == 0:
+        if g.evictable[v] and x >= 0 and w.last_read[x] > at and w.time_up[0] == 0:
             gains, score, _, _, _, _ = _price(g, w, code, x, at, excess, exponent, 0.0)
             if gains:
                 # The noise of a candidate is drawn once: if each price had new noise, the comparison with the stored score would

@@ -80,7 +80,7 @@ def build_scratch(g: FlatGraph, time_up: Flag | None = None) -> Scratch:
     The longest plan in ``benchmarks/solvers.py`` has 8.6 computations per op, for a unit chain of 32 layers at 3 % of its
     range of budgets; the next longest has 4.6. Plans of small graphs have the most per op, hence the 64.
     """
-    ops, values = len(g.ops), len(g.values)
+    ops, values = len(g.reads_from), len(g.size)
     length, reads, instances = (8 * n + 64 for n in (ops, len(g.reads), values))
 
     def ints(n: int) -> Ints:
@@ -197,21 +197,21 @@ def _decode(g, w, code):
         # on the stack, with its place in its list of inputs, until all its inputs are live.
         depth = 1
         w.stack[0] = g.targets[t]
-        w.next_read[0] = g.ops[g.targets[t]].reads
+        w.next_read[0] = g.reads_from[g.targets[t]]
         while depth > 0:
             o = w.stack[depth - 1]
             k = w.next_read[depth - 1]
-            stop = g.ops[o + 1].reads
+            stop = g.reads_from[o + 1]
             while k < stop and w.live[g.reads[k]]:
                 k += 1
             if k < stop:
-                p = g.values[g.reads[k]].producer
+                p = g.producer[g.reads[k]]
                 # An op's first computation is always allowed: the order of the targets keeps the graph's rules about it.
-                if w.first_run[p] >= 0 and (g.ops[p].once or t > g.ops[p].last_stage):
+                if w.first_run[p] >= 0 and (g.once[p] or t > g.last_stage[p]):
                     return 0
                 w.next_read[depth - 1] = k + 1
                 w.stack[depth] = p
-                w.next_read[depth] = g.ops[p].reads
+                w.next_read[depth] = g.reads_from[p]
                 depth += 1
                 continue
             depth -= 1
@@ -223,7 +223,7 @@ def _decode(g, w, code):
                 w.first_run[o] = length
             w.last_run[o] = length
             length += 1
-            for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+            for k in range(g.writes_from[o], g.writes_from[o + 1]):
                 v = g.writes[k]
                 if not w.live[v]:
                     w.live[v] = 1
@@ -243,18 +243,17 @@ def _link(g, w, length):
         o = w.op[p]
         w.reads_from[p] = reads
         w.makes[p] = instances
-        if (
-            reads + g.ops[o + 1].reads - g.ops[o].reads > len(w.reads)
-            or instances + g.ops[o + 1].writes - g.ops[o].writes >= len(w.value)
-        ):
+        if reads + g.reads_from[o + 1] - g.reads_from[o] > len(w.reads) or instances + g.writes_from[o + 1] - g.writes_from[
+            o
+        ] >= len(w.value):
             return -1
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             x = w.newest[g.reads[k]]
             w.last_read[x] = p  # positions ascend: the last one written is the last read
             w.uses_from[x + 1] += 1
             w.reads[reads] = x
             reads += 1
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             # An output that is never read is freed right after its op; END reads the kept values.
             w.newest[g.writes[k]] = instances
             w.value[instances] = g.writes[k]
@@ -292,7 +291,7 @@ def profile(g, w, code):
     for p in range(length + 1):
         w.released[p] = 0.0
     for x in range(instances):
-        w.released[w.last_read[x] + 1] += g.values[w.value[x]].size
+        w.released[w.last_read[x] + 1] += g.size[w.value[x]]
     cost = 0.0
     held = 0.0
     peak = -1.0
@@ -302,14 +301,14 @@ def profile(g, w, code):
     # computation.
     for p in range(length):
         o = w.op[p]
-        cost += g.ops[o].cost
+        cost += g.cost[o]
         held -= w.released[p]
         for x in range(w.makes[p], w.makes[p + 1]):
-            held += g.values[w.value[x]].size
+            held += g.size[w.value[x]]
         if w.last_run[o] > w.first_run[o] == p:
-            held += g.ops[o].replay
-            w.released[w.last_run[o] + 1] += g.ops[o].replay
-        w.held[p] = held + g.ops[o].workspace
+            held += g.replay[o]
+            w.released[w.last_run[o] + 1] += g.replay[o]
+        w.held[p] = held + g.workspace[o]
         if w.held[p] > peak:
             peak = w.held[p]
             at = p
@@ -336,9 +335,9 @@ def encode(g, stage, order, work, code):
         stages[p] = t
     for p in range(len(order)):
         o, t = order[p], stages[p]
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             touched[g.reads[k]] = t
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             v = g.writes[k]
             # Made again: it was not held since it was last read or made.
             if touched[v] >= 0:

@@ -107,7 +107,7 @@ class Search:
 
     def empty_code(self) -> Ints:
         """A code that holds everything, with room for 24 intervals of a value."""
-        return np.zeros((25, 2, len(self.flat.values)), dtype=np.int32)
+        return np.zeros((25, 2, len(self.flat.size)), dtype=np.int32)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Search for another budget (resident bytes included) from now on, and forget the best plan so far."""
@@ -177,7 +177,7 @@ class Search:
             threshold = self.best_cost * temperature * (1 - done / decodes) * draw()
             settings = Repair(
                 self._budget, 0.25 * int(5 * draw()), 0.3 if draw() < 0.5 else 0.05, 0.5 * int(3 * draw()), cost + threshold,
-                200 + len(self.flat.values),
+                200 + len(self.flat.size),
             )  # fmt: skip
             found, found_cost, _, decoded = repair(self.flat, self._scratch, self._trial, settings, self._noise)
             done += decoded
@@ -238,9 +238,9 @@ class Search:
         the stage, and the repair corrects the bytes.
         """
         code, placed = self.empty_code(), np.array(self._with_readers(list(order)), dtype=np.int32)
-        stage = np.full(len(self.flat.ops), -1, dtype=np.int32)
+        stage = np.full(len(self.flat.cost), -1, dtype=np.int32)
         stage[self.flat.targets] = np.arange(len(self.flat.targets))
-        longest = max(len(stage), len(self.flat.values), len(placed))
+        longest = max(len(stage), len(self.flat.size), len(placed))
         encode(self.flat, stage, placed, np.empty((3, longest), dtype=np.int32), code)
         return code
 
@@ -305,7 +305,7 @@ class Search:
 
     def _settings(self, exponent: float, noise: float, batch: float) -> Repair:
         """Settings with enough rounds to evict each value a few times; a longer repair is hopeless."""
-        return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.values))
+        return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.size))
 
 
 class _Reader(NamedTuple):
@@ -322,13 +322,13 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
     If an op is listed again, a stage that only reads stands for values read from there until the op is listed once more: one
     stage for each kept value at the op's last place, else one for the largest value.
     """
-    end = len(g.ops) - 2
+    end = len(g.cost) - 1
     listed = Counter(o for o in order.tolist() if o < end)
     if max(listed.values(), default=1) == 1:
         return order, []
-    size, kept = g.values["size"].tolist(), g.values["kept"].astype(np.bool_).tolist()
+    size, kept = g.size.tolist(), g.kept.astype(np.bool_).tolist()
     read = list(kept)
-    read_from, write_from = g.ops["reads"].tolist(), g.ops["writes"].tolist()
+    reads_from, writes_from = g.reads_from.tolist(), g.writes_from.tolist()
     reads, writes = g.reads.tolist(), g.writes.tolist()
     later: Counter[int] = Counter()
     stages: list[int] = []
@@ -337,7 +337,7 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
         if o >= end or later[o] + 1 == listed[o]:
             stages.append(o)
         else:
-            made = [v for v in writes[write_from[o] : write_from[o + 1]] if read[v]]
+            made = [v for v in writes[writes_from[o] : writes_from[o + 1]] if read[v]]
             chosen = [v for v in made if kept[v]] or [max(made, key=lambda v: (size[v], -v))] if made else []
             readers += [_Reader(o, v, later[o]) for v in reversed(chosen)]
             stages += [-1] * len(chosen)
@@ -345,7 +345,7 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
                 read[v] = False
         if o < end:
             later[o] += 1
-            for v in reads[read_from[o] : read_from[o + 1]]:
+            for v in reads[reads_from[o] : reads_from[o + 1]]:
                 read[v] = True
     numbers = iter(range(first_reader, first_reader + len(readers)))
     return np.array([next(numbers) if o < 0 else o for o in reversed(stages)], dtype=np.int32), readers[::-1]
