@@ -195,7 +195,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             PlanError: An op index is out of range, or an op reads a value that no earlier op of
                 ``order`` has made.
         """
-        return _with_frees(graph, [int(o) for o in order], {})
+        return _with_frees(graph, [int(o) for o in order])
 
     def stages(self, graph: Graph) -> Stages:
         """The matrices R and S of the plan.
@@ -235,55 +235,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             S[t, sorted(hold)] = True
         return Stages(R, S)
 
-    @classmethod
-    def from_stages(cls, graph: Graph, R: npt.ArrayLike, S: npt.ArrayLike) -> Plan:
-        """Plan of the paper's matrices; the inverse of `stages`.
 
-        Every value is freed at its earliest place, but not before the last stage into which S
-        carries the value.
-
-        Args:
-            graph: The graph.
-            R: Ops computed in each stage, ascending inside it. Shape ``[stage, op]``.
-            S: Ops with an output held when a stage begins. Shape ``[stage, op]``.
-
-        Raises:
-            PlanError: The shapes are wrong, or a stage reads a value that it neither makes nor holds at its start.
-        """
-        computed, held = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
-        if computed.ndim != 2 or computed.shape != held.shape or computed.shape[1] != len(graph.ops):
-            raise PlanError(f"R and S have shapes {computed.shape} and {held.shape}, not [stage, {len(graph.ops)}]")
-        order: list[int] = []
-        starts: list[int] = []
-        for t in range(computed.shape[0]):
-            starts.append(len(order))
-            made: set[int] = set()
-            for o in np.flatnonzero(computed[t]).tolist():
-                for v in graph.ops[o].inputs:
-                    p = graph.producer[v]
-                    if p not in made and not held[t, p]:
-                        raise PlanError(f"stage {t} computes op {o}, which reads op {p}: neither held nor computed in it")
-                made.add(o)
-                order.append(o)
-        return _with_frees(graph, order, _carried(graph, held, order, starts))
-
-
-def _carried(graph: Graph, held: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
-    """Position to which S carries each instance (op, position of its computation)."""
-    until: dict[tuple[int, int], int] = {}
-    newest: dict[int, int] = {}
-    for t, start in enumerate(starts):
-        for o in np.flatnonzero(held[t]).tolist():
-            if o in newest and start:
-                until[o, newest[o]] = start - 1
-        stop = starts[t + 1] if t + 1 < len(starts) else len(order)
-        for p in range(start, stop):
-            newest[order[p]] = p
-    # S carries all outputs of an op together; only outputs that are read again have to be carried.
-    return until if all(len(op.outputs) <= 1 for op in graph.ops) else {}
-
-
-def _with_frees(graph: Graph, order: Sequence[int], until: dict[tuple[int, int], int]) -> Plan:
+def _with_frees(graph: Graph, order: Sequence[int]) -> Plan:
     count = len(graph.ops)
     newest: dict[int, int] = {}  # value -> position of the computation that made its newest instance
     last: dict[tuple[int, int], int] = {}  # (value, position made) -> position of its last read
@@ -296,10 +249,9 @@ def _with_frees(graph: Graph, order: Sequence[int], until: dict[tuple[int, int],
                     f"position {p} computes op {o} ({graph.ops[o].name!r}), which reads value {v} ({graph.values[v].name!r}) "
                     "before any op has made it"
                 )
-            last[v, newest[v]] = max(p, last[v, newest[v]])  # S may carry it past this read
+            last[v, newest[v]] = p
         for v in graph.ops[o].outputs:
-            newest[v] = p
-            last[v, p] = max(p, until.get((o, p), p))
+            newest[v] = last[v, p] = p
     frees: list[list[int]] = [[] for _ in order]
     for (v, made), p in last.items():
         if graph.values[v].kept and newest[v] == made:
