@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -195,7 +195,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             PlanError: An op index is out of range, or an op reads a value that no earlier op of
                 ``order`` has made.
         """
-        return _with_frees(graph, [int(o) for o in order])
+        return with_frees(graph, [Compute(int(o)) for o in order])
 
     def stages(self, graph: Graph) -> Stages:
         """The matrices R and S of the plan.
@@ -236,13 +236,31 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return Stages(R, S)
 
 
-def _with_frees(graph: Graph, order: Sequence[int]) -> Plan:
-    count = len(graph.ops)
-    newest: dict[int, int] = {}  # value -> position of the computation that made its newest instance
-    last: dict[tuple[int, int], int] = {}  # (value, position made) -> position of its last read
-    for p, o in enumerate(order):
-        if not 0 <= o < count:
-            raise PlanError(f"the order computes op {o} of {count}")
+def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None = None) -> Plan:
+    """The plan of `Compute`, `Offload`, `Fetch` and `Free` steps that frees every value at its earliest place; kept values stay.
+
+    A `Free` in the sequence is the earliest place for the free of its value, where the copy is expected to be done; if the last
+    read is later, the value is freed after it. A copy on the host is discarded after the first computation that reads the
+    fetched value.
+
+    Raises:
+        PlanError: An op index is out of range, or an op reads a value that no earlier step has made.
+    """
+    sequence = tuple(sequence)
+    newest: dict[int, int] = {}  # value -> position of the step that made its newest instance
+    last: dict[tuple[int, int], int] = {}  # (value, position made) -> last position that needs it
+    fetched: dict[int, int] = {}  # value -> position of its last fetch
+    discards: dict[int, int] = {}  # value -> position of the first read after that
+    for p, step in enumerate(sequence):
+        if not isinstance(step, Compute):
+            if isinstance(step, Fetch):
+                newest[step.value] = fetched[step.value] = p
+                discards.pop(step.value, None)
+            last[step.value, newest[step.value]] = p
+            continue
+        o = step.op
+        if not 0 <= o < len(graph.ops):
+            raise PlanError(f"the order computes op {o} of {len(graph.ops)}")
         for v in graph.ops[o].inputs:
             if v not in newest:
                 raise PlanError(
@@ -250,15 +268,17 @@ def _with_frees(graph: Graph, order: Sequence[int]) -> Plan:
                     "before any op has made it"
                 )
             last[v, newest[v]] = p
+            if fetched and fetched.get(v) == newest[v]:
+                discards.setdefault(v, p)
         for v in graph.ops[o].outputs:
             newest[v] = last[v, p] = p
-    frees: list[list[int]] = [[] for _ in order]
-    for (v, made), p in last.items():
-        if graph.values[v].kept and newest[v] == made:
-            continue
-        frees[p].append(v)
+    after: list[list[Step]] = [[] for _ in sequence]
+    for v in sorted(fetched):
+        after[discards.get(v, len(sequence) - 1)].append(Discard(v))
+    for v, made in sorted(last):
+        if not (graph.values[v].kept and newest[v] == made):
+            after[last[v, made]].append(Free(v))
     steps: list[Step] = []
-    for p, o in enumerate(order):
-        steps.append(Compute(o))
-        steps.extend(Free(v) for v in sorted(frees[p]))
-    return Plan(tuple(steps), graph.digest)
+    for step, following in zip(sequence, after, strict=True):
+        steps += following if isinstance(step, Free) else (step, *following)
+    return Plan(tuple(steps), graph.digest, host)

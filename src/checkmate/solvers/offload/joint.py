@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 
 from checkmate.core.errors import PlanError
-from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Step, with_frees
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
@@ -30,8 +30,8 @@ from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts
 from checkmate.solvers.flat_graph import Move
 from checkmate.solvers.offload.placement import Placed, Reference, place
-from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.reductions.unread import needed_steps
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.tunables import TUNABLES
 
@@ -276,7 +276,7 @@ class _Joint:
                 continue
             steps.append(Compute(o))
             steps += [Offload(v) for v in sent.pop(o, ())]
-        plan: Plan = plan_with_copies(self.problem, self.fold.invert_steps(steps))
+        plan = with_frees(self.problem.graph, needed_steps(self.problem, self.fold.invert_steps(steps)), self.problem.host)
         try:
             cost = self.session.offer_plan(plan)
         except PlanError as error:
