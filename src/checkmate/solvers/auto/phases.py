@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache, partial
 
+from checkmate.solvers.a_star import Exploration
 from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.events.chains import EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
@@ -12,8 +13,6 @@ from checkmate.solvers.bounds.events.refine import Chain, Refinement, chain_of, 
 from checkmate.solvers.bounds.row import row_bound
 from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.states.exploration import Exploration
-from checkmate.solvers.states.packed_problem import pack
 from checkmate.solvers.tunables import TUNABLES, suggested_decodes
 
 
@@ -135,10 +134,7 @@ def explore(run: Run, exploration: Exploration | None = None) -> Exploration | N
     """
     share = 0.8
     if exploration is None:
-        packed, share = pack(run.folded), 0.05
-        if isinstance(packed, str):
-            return None
-        exploration = Exploration(run.fold, packed, run.session, max_states=1 << 22)
+        exploration, share = Exploration(run.fold, run.folded, run.session, max_states=1 << 20), 0.05
     until_s = run.until("search over states", share)
     exploration.run(lambda: run.session.elapsed_s() > until_s)
     return exploration if exploration.ended is None else None

@@ -15,6 +15,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
@@ -270,7 +271,7 @@ class Search:
         sequence = self._scratch.op[: max(0, length - 1)]
         return sequence[sequence < self._first_reader].tolist()
 
-    def _ruin(self, code: Ints, evicted: Ints, ruin: Ruin) -> None:
+    def _ruin(self, code: Ints, evicted: npt.NDArray[np.intp], ruin: Ruin) -> None:
         """Clear some intervals: of values drawn one by one, of neighbours by index, or in a window of stages.
 
         The first kind mixes unrelated values, the second takes values of one layer, the third replans a part of the step.
