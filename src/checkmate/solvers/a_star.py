@@ -115,7 +115,9 @@ class Exploration:
         self._sizes = sorted(((x.size_bytes, 1 << v) for v, x in enumerate(graph.values) if x.size_bytes), reverse=True)
         self._room = folded.budget_bytes - graph.resident_bytes
         self._reached: dict[int, _Reached] = {}
-        self._queue: list[tuple[int, int, int]] = []  # least cost of a plan through a state, the part still to come, and the state
+        self._queue: list[
+            tuple[int, int, int]
+        ] = []  # least cost of a plan through a state, the part still to come, and the state
         self._expanded, self._least = 0, 0
         self._full = False
         self._limit: float = math.inf

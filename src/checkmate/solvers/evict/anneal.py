@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
 from checkmate.solvers.evict.profile import next_random, seeded
-from checkmate.solvers.flat_graph import FlatGraph, Ints, flatten
+from checkmate.solvers.flat_graph import FlatGraph, Floats, Ints, flatten
 
 _LONGEST_CHAIN: Final = 64
 """Most computations that one step may add. A place or a read of a wanted kind is drawn up to 24 times."""
@@ -86,10 +85,10 @@ def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed
 def _annealed(g: FlatGraph, settings: _Annealing, order: Sequence[int], seed: int, time_up: Flag | None) -> Resequenced:
     ops, length = len(g.cost) - 1, len(order) + 1
     room = max(length, 8 * ops) + _LONGEST_CHAIN
-    counts = (3 * [len(g.size)], 5 * [len(g.cost)], 2 * [room])
+    counts = (3 * [len(g.size)], 5 * [len(g.cost)], 2 * [room], 3 * [_LONGEST_CHAIN + 1])
     ints = (np.zeros(n, dtype=np.int32) for n in itertools.chain(*counts))
-    chain = (np.zeros(_LONGEST_CHAIN + 1, dtype=np.int32) for _ in range(3))
-    work = _Work(*ints, np.zeros(room), np.zeros(room), *chain, no_alarm() if time_up is None else time_up)
+    alarm = no_alarm() if time_up is None else time_up
+    work = _Work(*ints, held=np.zeros(room), trial_held=np.zeros(room), time_up=alarm)
     sequence, best = (np.zeros(room, dtype=np.int32) for _ in range(2))
     sequence[:length] = [*order, ops]
     best_length, last_length = _anneal(g, work, settings, sequence, length, best, seeded(seed))
@@ -122,11 +121,11 @@ class _Work(NamedTuple):
     trial_runs: Ints
     trial: Ints  # the sequence after a move
     several: Ints  # places whose op is computed more than once
-    held: npt.NDArray[np.float64]  # bytes at each place of the sequence, and of the trial
-    trial_held: npt.NDArray[np.float64]
     chain: Ints  # ops of a depth-first search, the next input to visit of each, and computations to add
     next_read: Ints
     added: Ints
+    held: Floats  # bytes at each place of the sequence, and of the trial
+    trial_held: Floats
     time_up: Flag
 
 
