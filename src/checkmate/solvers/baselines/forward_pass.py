@@ -15,20 +15,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.core.units import format_bytes
+from checkmate.solvers.flat_graph import NEVER
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
 Points = Literal["articulation", "linearized"]
-
-NEVER: Final = 1 << 30
-"""A stage that is never reached. It fits the kernels' int32."""
 
 Drops = Mapping[int, int]
 """Dropped op -> stage from which its outputs are held again."""
