@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -88,13 +88,6 @@ class _Tried:
     order: tuple[int, ...]
 
 
-def _remembered(made: list[Reference], more: Iterator[Reference]) -> Iterator[Reference]:
-    yield from made
-    for reference in more:
-        made.append(reference)
-        yield reference
-
-
 class _Joint:
     def __init__(self, problem: Problem, session: Session) -> None:
         assert problem.host is not None
@@ -111,39 +104,28 @@ class _Joint:
         if self.session.plan is not None and self.session.cost is not None:
             known = tuple(self.fold.apply_order(self.session.plan.order))
             self.best = _Tried(frozenset(), self.session.cost, known)
-        more = self._references()
-        first = next(more)
-        made = [first]
-        everything = frozenset(first.gaps)
+        references = self._references()
+        everything = frozenset(references[0].gaps)
         if self.session.plan is None:  # a first plan comes before any bound
-            self._try(everything, first, 60)
+            self._try(everything, references[0], 60)
             if self.session.done:
                 return
-        for chosen in dict.fromkeys([*self._prove_and_choose(first), everything]):
-            for reference in _remembered(made, more):
+        for chosen in dict.fromkeys([*self._prove_and_choose(references[0]), everything]):
+            for reference in references:
                 self._try(chosen, reference, 60)
                 if self.session.done:
                     return
         self._improve()
 
-    def _references(self) -> Iterator[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once; each made when the previous one was used."""
-        found: set[tuple[int, ...]] = set()
-        for order in self._orders():
-            if order not in found:
-                found.add(order)
-                yield Reference.of(self.graph, order)
-
-    def _orders(self) -> Iterator[tuple[int, ...]]:
-        plan = self.session.plan
+    def _references(self) -> list[Reference]:
+        """Times of the best plan so far, and of orders that compute every op once."""
+        plan, orders = self.session.plan, list[tuple[int, ...]]()
         if plan is not None:
             known = tuple(self.fold.apply_order(plan.order))
-            if plan.host is None:
-                yield known
-            yield tuple(dict.fromkeys(known))
-        for start in starts(self.folded, self.session.limits.seed, self.session.time_up):
-            if not start.on_demand:
-                yield start.order
+            orders = [*([known] if plan.host is None else []), tuple(dict.fromkeys(known))]
+        every = starts(self.folded, self.session.limits.seed, self.session.time_up)
+        orders += (start.order for start in every if not start.on_demand)
+        return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
 
     def _prove_and_choose(self, reference: Reference) -> list[frozenset[int]]:
         """Bounds from single events, and the values that their linear programs copy, the best bound first."""
