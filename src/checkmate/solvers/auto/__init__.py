@@ -8,13 +8,13 @@ measurements behind the order of the phases.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.brute_force import BruteForce
+from checkmate.solvers.preparation import preparing
 from checkmate.solvers.session import Session
 
 
@@ -36,8 +36,8 @@ class Auto:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
         if problem.host is not None:
-            session.prepare(lambda: importlib.import_module("checkmate.solvers.offload"))
-            from checkmate.solvers.offload import run_with_host
+            with preparing():
+                from checkmate.solvers.offload import run_with_host
 
             return run_with_host(problem, session, self)
         session.offer(range(len(problem.graph.ops)))
@@ -46,8 +46,8 @@ class Auto:
         # A tiny graph is solved in less time than loading or compiling kernels takes.
         if len(problem.graph.ops) <= 7 and len(problem.graph.values) <= 10:
             return BruteForce().run(problem, session)
-        session.prepare(lambda: importlib.import_module("checkmate.solvers.auto.phases"))  # numba and scipy: takes a second
-        from checkmate.solvers.auto.phases import solve_in_phases
+        with preparing():  # numba and scipy: takes a second
+            from checkmate.solvers.auto.phases import solve_in_phases
 
         solve_in_phases(problem, session, self.rounds)
         if session.plan is None:
