@@ -179,9 +179,8 @@ def _decode(g, w, code):
     being a variable. Within a stage an op is computed at most once, right before its first reader in the stage: the stack is
     a path of the DAG and has no op twice, and values that a stage has made stay live to its end.
 
-    The time is proportional to the number of reads in the sequence; visiting all values in each stage would make it quadratic.
-    Therefore a value that is made is listed at the next stage at which the code drops it. A value that is made in an interval of
-    absence is computed for this stage alone, and the next stage drops it.
+    The time is proportional to the number of reads in the sequence, because a value that is made is listed at the next stage at
+    which the code drops it. If it is made in an interval of absence, this is the next stage: it is made for one stage alone.
     """
     stages = len(g.targets)
     w.live[:] = 0
