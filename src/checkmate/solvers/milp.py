@@ -51,6 +51,7 @@ class Milp:
             SolverError: The engine's answer is no solution.
         """
         from checkmate.solvers.backends.highs import solve_integer
+        from checkmate.solvers.bounds.events.refine import prove_single_events
 
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
@@ -59,7 +60,8 @@ class Milp:
             return Termination(Reason.NOT_FOUND, detail=detail)
         stages = StageProgram(folded)
         program = stages.build()
-        self._prove_any_order(folded, session, fold)
+        until = session.elapsed_s() + 5.0  # enough to close the gap at many moderate budgets
+        prove_single_events(problem, session, lambda: session.elapsed_s() > until)
         quick = _given_order_plan(folded, session)
         if quick is not None:
             session.offer(fold.invert(quick))
@@ -88,19 +90,6 @@ class Milp:
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit)
-
-    def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
-        """Prove the bounds of single events."""
-        from checkmate.solvers.bounds.events.cut_model import CutModel
-        from checkmate.solvers.bounds.events.refine import promising_events, single_cuts
-
-        def prove(share: float, any_order: bool) -> None:
-            if any_order and share >= 0:
-                session.prove(fold.original.cost + share * max(1, folded.graph.cost))
-
-        until = session.elapsed_s() + 5.0  # enough to close the gap at many moderate budgets
-        events = promising_events(folded.graph, [range(len(folded.graph.ops))])
-        single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
 
 
 def _given_order_plan(problem: Problem, session: Session) -> list[int] | None:

@@ -20,7 +20,6 @@ from checkmate.core.result import Limits, Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import check_growing, check_same_structure
@@ -338,19 +337,10 @@ class _BatchSearch:
             self.why = f"at {self.size_name} {batch} every plan within the budget has an overhead of {share:.4f} or more"
 
     def _cut_bound(self, problem: Problem, limits: Limits) -> float:
-        from checkmate.solvers.bounds.events.cut_model import CutModel
-        from checkmate.solvers.bounds.events.refine import promising_events, single_cuts
+        from checkmate.solvers.bounds.events.refine import prove_single_events
 
         session = Session(problem, limits)
-        fold = FoldViews.of(problem.graph)
-        folded = fold.apply(problem)
-
-        def prove(share: float, any_order: bool) -> None:
-            if any_order and share >= 0:
-                session.prove(problem.graph.cost + share * max(1, folded.graph.cost))
-
-        events = promising_events(folded.graph, [range(len(folded.graph.ops))])
-        single_cuts(CutModel(folded), events, prove, lambda: session.done)
+        prove_single_events(problem, session, lambda: session.done)
         return session.bound
 
     def _limits(self, most: int) -> Limits:

@@ -19,6 +19,7 @@ import numpy as np
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
+from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
@@ -28,6 +29,8 @@ from checkmate.solvers.bounds.events.relaxation import relax
 from checkmate.solvers.evict.profile import add_interval
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.flat_graph import Ints
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
 
 Prove = Callable[[float, bool], None]
 """Takes a bound as a share (extra cost over the cost of computing every op once), and whether it holds for any order."""
@@ -108,6 +111,17 @@ def single_cuts(
         if best == math.inf or out_of_time():
             break
     return best_event
+
+
+def prove_single_events(problem: Problem, session: Session, out_of_time: Callable[[], bool]) -> None:
+    """Prove the bounds of the single events at which keeping everything holds most; views count as free."""
+    folded = FoldViews.of(problem.graph).apply(problem)
+    events = promising_events(folded.graph, [range(len(folded.graph.ops))])
+
+    def prove(share: float, _: bool) -> None:
+        session.prove(problem.graph.cost + share * max(1, folded.graph.cost))
+
+    single_cuts(CutModel(folded), events, prove, out_of_time)
 
 
 def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float] = lambda: math.inf) -> tuple[float, bool]:
