@@ -15,7 +15,7 @@ from checkmate import Graph, Plan, evaluate
 from checkmate.frontend import last_resort, progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for
-from checkmate.solvers.preparation import preparing
+from checkmate.solvers.clocks import preparing
 
 LOG = logging.getLogger("checkmate")
 CHAIN = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])

@@ -9,7 +9,7 @@ import time
 
 from benchmarks.generate import chain
 from checkmate import Limits, Problem
-from checkmate.solvers.preparation import preparing
+from checkmate.solvers.clocks import preparing
 from checkmate.solvers.session import Session
 
 SOLVE = """

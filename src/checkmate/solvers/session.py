@@ -14,8 +14,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Progress, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Alarm, Flag
-from checkmate.solvers.preparation import prepared_s
+from checkmate.solvers.clocks import Alarm, Flag, prepared_s
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.brute_force import BruteForce
-from checkmate.solvers.preparation import preparing
+from checkmate.solvers.clocks import preparing
 from checkmate.solvers.session import Session
 
 

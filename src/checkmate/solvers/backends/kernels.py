@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from numba import njit
 
-from checkmate.solvers.preparation import preparing
+from checkmate.solvers.clocks import preparing
 
 _OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 _log = logging.getLogger("checkmate.solvers")

@@ -26,8 +26,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
+from checkmate.solvers.clocks import Flag, no_alarm
 from checkmate.solvers.evict.profile import next_random, seeded
 from checkmate.solvers.flat_graph import FlatGraph, Floats, Ints, flatten
 

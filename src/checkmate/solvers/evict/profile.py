@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
+from checkmate.solvers.clocks import Flag, no_alarm
 from checkmate.solvers.flat_graph import NEVER, FlatGraph, Ints
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.alarm import Flag
+from checkmate.solvers.clocks import Flag
 from checkmate.solvers.evict.price import Repair, evict_at_peak, repair
 from checkmate.solvers.evict.profile import build_scratch, encode, profile, seeded
 from checkmate.solvers.flat_graph import FlatGraph, Ints, Move, flatten, with_stages

@@ -9,8 +9,8 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Flag
 from checkmate.solvers.bounds.floor import parents_of
+from checkmate.solvers.clocks import Flag
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.reductions.unread import ordered_ops
 from checkmate.solvers.tunables import TUNABLES

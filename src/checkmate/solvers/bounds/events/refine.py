@@ -21,11 +21,11 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.events.relaxation import relax
+from checkmate.solvers.clocks import Flag, no_alarm
 from checkmate.solvers.evict.profile import add_interval
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.flat_graph import Ints
