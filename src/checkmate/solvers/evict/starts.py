@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.simulate import simulate
-from checkmate.solvers.bounds.floor import parents_of
 from checkmate.solvers.clocks import Flag
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.reductions.unread import ordered_ops
-from checkmate.solvers.tunables import TUNABLES
 
 if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
@@ -67,7 +63,7 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
     First the given order. If kept values take over a quarter of the budget, the given order again, with their ops listed again
     at its end: smaller kept values fit whenever they are made. Then the lower of the given and a list-scheduled order, annealed
     to hold fewer bytes over the budget. On graphs of over 3,000 ops annealing takes seconds: there it is the list-scheduled
-    order itself, if it is lower, and on over 30,000 list scheduling does too.
+    order itself, if it is lower.
     """
     graph = problem.graph
     given = tuple(range(len(graph.ops)))
@@ -78,57 +74,16 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
     kept_bytes = sum(graph.values[v].size_bytes for o in again for v in graph.ops[o].outputs if graph.values[v].kept)
     if kept_bytes > 0.25 * room:
         yield Start((*given, *again), late_ops[0])
-    if not problem.reorder or len(given) > TUNABLES.many_ops:
+    if not problem.reorder:
         return
     from checkmate.solvers.evict.anneal import anneal_order
+    from checkmate.solvers.evict.schedule import low_order
 
-    low = low_order(graph)
+    low = low_order(problem, seed, time_up)
     if len(given) <= 3000:
         yield Start(tuple(anneal_order(problem, low, room, seed, time_up)), frozenset())
     elif low != list(given):
         yield Start(tuple(low), frozenset())
-
-
-def low_order(graph: Graph) -> list[int]:
-    """The order of lowest peak of the graph's own and some list-scheduled ones; its own if it is at most 1 % higher.
-
-    Finding the order of least peak is NP-hard on DAGs (register sufficiency, Sethi 1975). List scheduling takes the ready op that
-    adds the fewest bytes: those that it makes, minus the bytes of values that it reads last, minus a share of the bytes that
-    other ops will read too: the sooner those ops run, the sooner these bytes are freed. It helps graphs whose given order is bad;
-    the order of a captured training step seldom is.
-    """
-    orders = [list(range(len(graph.ops))), *(_list_scheduled(graph, share) for share in (0.0, 0.3, 0.6, 0.9))]
-    peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in orders]
-    return orders[peaks.index(min(peaks))] if min(peaks) < 0.99 * peaks[0] else orders[0]
-
-
-def _list_scheduled(graph: Graph, share: float) -> list[int]:
-    """A topological order by list scheduling, for a share of bytes with other readers."""
-    size = [value.size_bytes for value in graph.values]
-    unread = [len(readers) + graph.values[v].kept for v, readers in enumerate(graph.readers)]
-    waits = parents_of(graph)
-    after: list[list[int]] = [[] for _ in graph.ops]
-    for o, parents in enumerate(waits):
-        for p in parents:
-            after[p].append(o)
-
-    def added(o: int) -> float:
-        freed = sum(size[v] if unread[v] == 1 else share * size[v] / unread[v] for v in graph.ops[o].inputs)
-        return sum(size[v] for v in graph.ops[o].outputs if unread[v]) - freed
-
-    ready = [o for o, parents in enumerate(waits) if not parents]
-    order: list[int] = []
-    while ready:
-        o = min(ready, key=lambda o: (added(o), o))
-        ready.remove(o)
-        order.append(o)
-        for v in set(graph.ops[o].inputs):
-            unread[v] -= 1
-        for b in after[o]:
-            waits[b].discard(o)
-            if not waits[b]:
-                ready.append(b)
-    return order
 
 
 def on_demand_ops(graph: Graph) -> frozenset[int]:
