@@ -161,17 +161,21 @@ def test_a_bus_without_a_rate_is_refused(out, back):
         HostMemory(10, out, back)
 
 
-def test_files_with_and_without_copies_come_back_equal(tmp_path):
-    """A file names a host only if its plan has copies."""
-    for plan in (Plan.from_order(chain(), range(5)), offloaded(free_after=2)):
+def test_files_with_copies_have_version_two(tmp_path):
+    """Files without copies stay version 1, so that earlier releases read them; both come back equal."""
+    plain, copied = Plan.from_order(chain(), range(5)), offloaded(free_after=2)
+    for plan, version in ((plain, 1), (copied, 2)):
         result = checkmate.evaluate(chain(), plan)
         for name, value in (("plan", plan), ("result", result)):
             path = tmp_path / f"{name}.json"
             checkmate.write(value, path)
             text = path.read_text()
-            assert text.startswith(f'{{"format":"checkmate.{name}/1"')
-            assert ("host" in text) == (plan.host is not None)
+            assert text.startswith(f'{{"format":"checkmate.{name}/{version}"')
+            assert ("host" in text) == (version == 2)
             assert checkmate.read(path) == value
+    path.write_text(text.replace("checkmate.result/2", "checkmate.result/1"))
+    with pytest.raises(checkmate.FileFormatError, match="has no copies"):
+        checkmate.read(path)
 
 
 def test_the_cost_of_a_plan_with_copies_is_the_end_of_the_step():

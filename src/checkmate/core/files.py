@@ -1,4 +1,8 @@
-"""Graphs, plans, results and curves as JSON files, versioned and written atomically."""
+"""Graphs, plans, results and curves as JSON files, versioned and written atomically.
+
+Plans with copies to the host, and results and curves with these plans, have version 2. All others are written as version 1, which
+earlier releases read.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,13 @@ _FORMATS: dict[str, type[Content]] = {
     "checkmate.plan/1": Plan,
     "checkmate.result/1": Result,
     "checkmate.curve/1": Curve,
+    "checkmate.plan/2": Plan,
+    "checkmate.result/2": Result,
+    "checkmate.curve/2": Curve,
 }
 _VERBS = {Graph: "capture", Plan: "plan", Result: "plan --result", Curve: "pareto"}
+_ONLY_WITH_COPIES = ("Offload", "Fetch", "Discard", "HostMemory")
+"""Definitions that the schemas of version 1 do not have."""
 _ENCODER = msgspec.json.Encoder()
 _C = TypeVar("_C", Graph, Plan, Result, Curve)
 
@@ -58,6 +67,8 @@ def read(path: str | os.PathLike[str]) -> Content:
     del body["format"]
     try:
         value = msgspec.convert(body, type=content)
+        if _has_copies(value) > header.format.endswith("/2"):
+            raise FileFormatError(f"a file of format {header.format!r} has no copies to the host", hint="change its format to /2")
         _check_figures(value)
         return value
     except (msgspec.ValidationError, CheckmateError, ValueError, OverflowError, RecursionError) as error:
@@ -90,10 +101,19 @@ def encode(value: Content) -> bytes:
     name = next((f for f, kind in _FORMATS.items() if isinstance(value, kind)), None)
     if name is None:
         raise TypeError(f"a {type(value).__name__} is no graph, plan, result or curve")
+    if _has_copies(value):
+        name = name.replace("/1", "/2")
     body = msgspec.structs.asdict(value)
     if isinstance(value, Plan) and value.host is None:
         del body["host"]
     return _ENCODER.encode({"format": name, **body}) + b"\n"
+
+
+def _has_copies(value: Content) -> bool:
+    plans = [value] if isinstance(value, Plan) else [value.plan] if isinstance(value, Result) else []
+    if isinstance(value, Curve):
+        plans = [point.plan for point in value.points]
+    return any(plan.host is not None for plan in plans)
 
 
 def _check_figures(value: Content) -> None:
@@ -208,7 +228,21 @@ def _error(number: int, path: Path) -> OSError:
 
 def schema(name: str) -> dict[str, Any]:
     """JSON Schema of a file format: ``"checkmate.graph/1"``, for example."""
-    return schema_of(name, _FORMATS[name])
+    document = schema_of(name, _FORMATS[name])
+    return document if name.endswith("/2") else _without_copies(document)
+
+
+def _without_copies(document: dict[str, Any]) -> dict[str, Any]:
+    """The schema of version 1, in which plans have neither copies nor a host."""
+    definitions = {kind: d for kind, d in document["$defs"].items() if kind not in _ONLY_WITH_COPIES}
+    if "Plan" in definitions:
+        steps = definitions["Plan"]["properties"]["steps"]["items"]
+        dropped = {f"#/$defs/{kind}" for kind in _ONLY_WITH_COPIES}
+        steps["anyOf"] = [step for step in steps["anyOf"] if step["$ref"] not in dropped]
+        mapping = steps["discriminator"]["mapping"]
+        steps["discriminator"]["mapping"] = {tag: kind for tag, kind in mapping.items() if kind not in dropped}
+        del definitions["Plan"]["properties"]["host"]
+    return {**document, "$defs": definitions}
 
 
 def schema_of(name: str, kind: type) -> dict[str, Any]:
