@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkmate import Compute, Free, Graph, Op, Plan, PlanError, Value, simulate, validate
-from tests.strategies import graphs, graphs_and_orders
+from tests.strategies import graphs_and_orders
 
 
 def diamond() -> Graph:
@@ -97,13 +97,11 @@ def test_steps_and_orders_may_be_any_iterable():
 
 
 @given(graphs_and_orders())
-def test_stages_and_back_keep_order_cost_and_peak(drawn):
-    """R and S are another way to write the same plan."""
+def test_stages_alone_determine_the_order(drawn):
+    """R is another way to write it: ops ascend within a stage."""
     graph, order = drawn
     plan = Plan.from_order(graph, order)
-    back = Plan.from_stages(graph, *plan.stages(graph))
-    assert back.order == plan.order
-    assert simulate(graph, back).peak_bytes == simulate(graph, plan).peak_bytes
+    assert tuple(np.nonzero(plan.stages(graph).R)[1].tolist()) == plan.order
 
 
 @given(graphs_and_orders())
@@ -151,29 +149,6 @@ def test_a_stage_is_handed_what_is_live_when_it_begins(drawn):
         live |= set(graph.ops[step.op].outputs)
 
 
-@given(graphs(views=False), st.data())
-def test_what_s_hands_to_a_stage_is_live_until_it_begins_and_no_longer(graph, data):
-    """S keeps a value that nobody reads any more; without S it would go right after its last read."""
-    assume(all(len(op.outputs) == 1 for op in graph.ops))
-    count = len(graph.ops)
-    R, S = np.eye(count, dtype=bool), np.zeros((count, count), dtype=bool)
-    last: dict[int, int] = {}  # value -> the last stage in which it is live
-    for o, op in enumerate(graph.ops):
-        read = max(graph.readers[op.outputs[0]], default=o)
-        until = data.draw(st.integers(read, count - 1))
-        S[o + 1 : until + 1, o] = True
-        last[op.outputs[0]] = max(read, until - 1)
-    plan = Plan.from_stages(graph, R, S)
-    assert plan.order == tuple(range(count))
-    stage = -1
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            stage = step.op
-        else:
-            assert last.pop(step.value) == stage
-    assert all(graph.values[v].kept for v in last)
-
-
 def test_stages_with_a_recomputation_are_the_papers_matrices():
     """Stage 2 of a chain computes op 0 again, which S does not hold, for op 2 to read."""
     graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2), (1, 2)], kept=[2])
@@ -181,7 +156,6 @@ def test_stages_with_a_recomputation_are_the_papers_matrices():
     R, S = plan.stages(graph)
     assert R.tolist() == [[True, False, False], [False, True, False], [True, False, True]]
     assert S.tolist() == [[False, False, False], [True, False, False], [False, True, False]]
-    assert Plan.from_stages(graph, R.tolist(), S.tolist()) == plan
 
 
 def test_an_op_that_runs_several_times_in_a_row_takes_a_stage_each_time():
@@ -189,43 +163,7 @@ def test_an_op_that_runs_several_times_in_a_row_takes_a_stage_each_time():
     graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
     for order in ([0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1]):
         plan = Plan.from_order(graph, order)
-        assert Plan.from_stages(graph, *plan.stages(graph)).order == tuple(order)
-
-
-def test_a_carried_value_is_not_carried_past_its_recomputation():
-    """S speaks of the newest instance; an older one goes after its last read."""
-    graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2)], kept=[2])
-    R = [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
-    S = [[0, 0, 0], [1, 0, 0], [0, 1, 0]]
-    assert Plan.from_stages(graph, R, S).steps == (
-        Compute(0), Compute(1), Free(0), Free(1), Compute(0), Compute(2), Free(0),
-    )  # fmt: skip
-
-
-def test_s_carries_the_instance_that_is_there_not_one_made_later():
-    """Op 0 is held through stage 1 though nobody reads it, and made again in stage 3 for its reader."""
-    graph = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=[(0, 3)], kept=[1, 2, 3, 4])
-    R = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
-    S = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
-    assert Plan.from_stages(graph, R, S).steps == (
-        Compute(0), Compute(1), Free(0), Compute(2), Compute(0), Compute(3), Free(0), Compute(4),
-    )  # fmt: skip
-
-
-def test_s_carries_into_the_last_stage():
-    """Op 0 is held until stage 3 begins, and made again in it all the same."""
-    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 3)], kept=[1, 2, 3])
-    R = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
-    S = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    assert Plan.from_stages(graph, R, S).steps == (
-        Compute(0), Compute(1), Compute(2), Free(0), Compute(0), Compute(3), Free(0),
-    )  # fmt: skip
-
-
-def test_s_may_claim_what_was_never_made():
-    """Where nobody reads it the claim does no harm, and there is nothing to carry."""
-    graph = Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[])
-    assert Plan.from_stages(graph, np.eye(2), [[1, 1], [0, 1]]) == Plan.from_order(graph, [0, 1])
+        assert np.nonzero(plan.stages(graph).R)[1].tolist() == order
 
 
 def test_several_outputs_are_freed_one_by_one():
@@ -236,24 +174,6 @@ def test_several_outputs_are_freed_one_by_one():
     )
     plan = Plan.from_order(graph, [0, 1, 2])
     assert Free(0) in plan.steps[: plan.steps.index(Compute(2))]
-    assert Plan.from_stages(graph, *plan.stages(graph)) == plan
-
-
-def test_matrices_that_are_no_plan_are_refused_in_words():
-    """Shapes, and reads of what is neither held nor computed in the stage."""
-    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
-    for R, S, shapes in (
-        ([1, 0], [0, 0], "(2,) and (2,)"),
-        ([[1, 0]], [[0]], "(1, 2) and (1, 1)"),
-        ([[1]], [[0]], "(1, 1) and (1, 1)"),
-    ):
-        with pytest.raises(PlanError) as caught:
-            Plan.from_stages(graph, R, S)
-        assert str(caught.value) == f"R and S have shapes {shapes}, not [stage, 2]"
-    with pytest.raises(PlanError) as caught:
-        Plan.from_stages(graph, np.eye(2), np.zeros((2, 2)))
-    assert str(caught.value) == "stage 1 computes op 1, which reads op 0: neither held nor computed in it"
-    assert Plan.from_stages(graph, [[1, 1]], [[0, 0]]).order == (0, 1)
 
 
 def test_a_plan_with_a_wrong_op_has_no_stages():

@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkmate import Compute, Free, Graph, Op, Plan, PlanError, Value, WrongGraphError, simulate
-from checkmate.core.simulate import Resident
 from tests.oracle import naive_bytes
 from tests.strategies import graphs_and_orders
 
@@ -71,49 +70,13 @@ def test_keeping_everything_ends_with_all_that_was_made(drawn):
     assert simulate(graph, plan).bytes[-1] == total
 
 
-@given(graphs_and_orders(), st.randoms())
-def test_live_adds_up_to_the_bytes_of_every_step(drawn, rng):
-    """What is said to be live explains the figure, but for workspace, replay states, and what a step replaces."""
-    graph, order = drawn
-    plan = Plan.from_order(graph, order)
-    timeline = simulate(graph, plan)
-    step = rng.randrange(len(plan.steps))
-    what = plan.steps[step]
-    live = timeline.live(step)
-    workspace = graph.ops[what.op].workspace_bytes if isinstance(what, Compute) else 0
-    explained = graph.resident_bytes + workspace + sum(storage.size_bytes for storage in live)
-    most = sum(op.replay_bytes for op in graph.ops)
-    if isinstance(what, Compute) and order.count(what.op) > 1:
-        most += sum(graph.values[v].size_bytes for v in graph.ops[what.op].outputs)
-    assert explained <= timeline.bytes[step] <= explained + most
-
-
-@given(graphs_and_orders(), st.randoms())
-def test_live_names_owners_and_where_they_were_made_largest_first(drawn, rng):
-    """A storage belongs to a value that is no view, and was made by the last computation of its op that it survived."""
-    graph, order = drawn
-    plan = Plan.from_order(graph, order)
-    step = rng.randrange(len(plan.steps))
-    live = simulate(graph, plan).live(step)
-    assert list(live) == sorted(live, key=lambda storage: (-storage.size_bytes, storage.value))
-    for value, size, made_at in live:
-        assert graph.values[value].base is None
-        assert graph.values[value].size_bytes == size
-        assert made_at <= step
-        assert plan.steps[made_at] == Compute(graph.producer[value])
-
-
-def test_live_is_what_the_next_step_can_read():
-    """By hand: the step's own outputs are there, what it replaces is not, ties go by index."""
+def test_a_view_keeps_its_storage_and_what_a_step_replaces_goes_after_it():
+    """By hand: `x` and `y` are replaced in step 4, and `w` holds the storage of `z` to the end."""
     graph = Graph(
         (Op("a", (), (0, 1), 1), Op("b", (0,), (2,), 1), Op("view", (2,), (3,), 0)),
         (Value("x", 4), Value("y", 6), Value("z", 4), Value("w", 0, base=2)),
     )
     timeline = simulate(graph, Plan((Compute(0), Compute(1), Compute(2), Free(2), Compute(0), Free(3))))
-    assert timeline.live(0) == (Resident(1, 6, 0), Resident(0, 4, 0))
-    assert timeline.live(3) == (Resident(1, 6, 0), Resident(0, 4, 0), Resident(2, 4, 1))
-    assert timeline.live(4) == (Resident(1, 6, 4), Resident(0, 4, 4), Resident(2, 4, 1))
-    assert timeline.live(5) == (Resident(1, 6, 4), Resident(0, 4, 4))
     assert timeline.bytes.tolist() == [10, 14, 14, 14, 24, 10]
 
 

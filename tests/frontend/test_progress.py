@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkmate import Graph, Limits, Plan, Problem, evaluate
+from checkmate import Graph, Plan, evaluate
 from checkmate.frontend import last_resort, progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for
-from checkmate.solvers.session import Session
+from checkmate.solvers.clocks import preparing
 
 LOG = logging.getLogger("checkmate")
 CHAIN = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
@@ -62,12 +62,12 @@ def test_what_a_person_sees(terminal: Terminal) -> None:
 
 def test_kernels_that_are_compiled_are_no_planning(terminal: Terminal) -> None:
     """Half a minute once on a machine is explained; without a front end nothing is drawn."""
-    session = Session(Problem(CHAIN, 12), Limits())
-    with progress.shown("planning 3 ops"):
-        session.prepare(lambda: None)
+    with progress.shown("planning 3 ops"), preparing():
+        pass
     shown = "checkmate: loading the solver's kernels, which are compiled once on a machine"
     assert lines(terminal) == ["checkmate: planning 3 ops", shown, "checkmate: planning 3 ops"]
-    session.prepare(lambda: None)
+    with preparing():
+        pass
     assert lines(terminal).count(shown) == 1
 
 

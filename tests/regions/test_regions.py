@@ -12,7 +12,7 @@ from checkmate import Graph, GraphError, InfeasibleBudgetError, Op, OptionError,
 from checkmate.core.graph import BOUNDARY
 from checkmate.regions import RegionPolicy, choose_policy
 from checkmate.regions.blocks import Schedule, find_regions
-from checkmate.regions.search import save_modules, save_ops
+from checkmate.regions.search import choice_of, choose, units_of
 
 
 def network(layers: int = 3, *, random: bool = False, once: bool = False) -> Graph:
@@ -108,7 +108,7 @@ def test_every_policy_keeps_its_budget(save):
 
 @pytest.mark.parametrize("budget", range(120, 260, 20))
 def test_small_steps_against_all_choices(budget):
-    """Ops are chosen by exchange, modules exactly: both against every choice there is."""
+    """Ops and modules are chosen by exchange: both against every choice there is."""
     graph = network(2)
     schedule = Schedule(graph, find_regions(graph))
     options = [[None, *(frozenset(s) for n in range(3) for s in itertools.combinations(r.ops, n))] for r in schedule.regions]
@@ -117,15 +117,16 @@ def test_small_steps_against_all_choices(budget):
         for picks in itertools.product(*options)
     ]
     costs = [schedule.cost(choice) for choice in every if schedule.peak_bytes(choice) <= budget]
-    found = save_ops(schedule, budget, None, time.perf_counter() + 5)
+    taken = choose(schedule, units_of(schedule, "ops"), budget, None, time.perf_counter() + 5)
+    found = None if taken is None else choice_of(schedule, taken)
     assert (found is None) == (not costs) or budget < schedule.peak_bytes(dict.fromkeys(schedule.regions, frozenset()))
     if found is not None:
         assert schedule.cost(found) == min(costs)
-    same = save_modules(schedule, budget, time.perf_counter() + 5)
+    same = choose(schedule, units_of(schedule, "modules"), budget, None, time.perf_counter() + 5)
     uniform = [{region: frozenset(o for o in region.ops[:n]) for region in schedule.regions} for n in (0, 1)]
     fitting = [schedule.cost(choice) for choice in uniform if schedule.peak_bytes(choice) <= budget]
     assert (same is None) == (not fitting)
-    assert same is None or schedule.cost(same[0]) == min(fitting)
+    assert same is None or schedule.cost(choice_of(schedule, same)) == min(fitting)
 
 
 def test_random_ops_are_saved_together_or_not_at_all():
@@ -136,8 +137,8 @@ def test_random_ops_are_saved_together_or_not_at_all():
     random = {o for o in regions[0].ops if graph.ops[o].replay_bytes}
     assert len(random) == 2
     for budget in range(120, 300, 10):
-        found = save_ops(schedule, budget, None, time.perf_counter() + 1)
-        for saved in (found or {}).values():
+        taken = choose(schedule, units_of(schedule, "ops"), budget, None, time.perf_counter() + 1)
+        for saved in choice_of(schedule, taken or ()).values():
             assert random <= saved or not random & saved
 
 

@@ -28,7 +28,7 @@ from checkmate import (
     solve,
     validate,
 )
-from checkmate.solvers.auto.solver import solve_in_phases
+from checkmate.solvers.auto.phases import solve_in_phases
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.session import Session
 from tests.strategies import random_graph

@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 from checkmate import BruteForce, Graph, Limits, Plan, Problem, simulate, solve, validate
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.clocks import no_alarm
 from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.chains import uneven_chain

@@ -57,7 +57,7 @@ def test_an_op_that_is_listed_again_has_a_stage_for_what_is_read_of_it_from_ther
         search = Search(Problem(graph, ANY), frozenset(), 0, order)
         g = search.flat
         assert search.targets == [o for o in g.targets.tolist() if o < 6]
-        return [o if o < 6 else f"v{g.reads[g.ops[o]['reads']]}" for o in g.targets[:-1].tolist()]
+        return [o if o < 6 else f"v{g.reads[g.reads_from[o]]}" for o in g.targets[:-1].tolist()]
 
     assert stages([0, 1, 2, 3, *others]) == [0, 1, 2, 3, *others]
     assert stages([0, 1, 0, 2, 3, *others]) == [0, 1, "v0", 2, 3, *others]

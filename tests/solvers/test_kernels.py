@@ -9,6 +9,7 @@ import time
 
 from benchmarks.generate import chain
 from checkmate import Limits, Problem
+from checkmate.solvers.clocks import preparing
 from checkmate.solvers.session import Session
 
 SOLVE = """
@@ -36,7 +37,8 @@ def test_preparing_is_not_counted():
     """A machine that compiles slowly searches as long as any other; also in a solve within a solve."""
     session = Session(Problem(chain(4), 100), Limits(time_s=10))
     inner = Session(session.problem, Limits(time_s=5))
-    inner.prepare(lambda: inner.prepare(lambda: time.sleep(0.5)))
+    with preparing(), preparing():
+        time.sleep(0.5)
     assert inner.elapsed_s() < 0.5
     assert session.elapsed_s() < 0.5
 

@@ -25,11 +25,11 @@ from checkmate import (
     solve,
 )
 from checkmate.core.budget import keep_all_bytes
-from checkmate.solvers.alarm import Alarm
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.backends.program import ProgramBuilder
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.clocks import Alarm
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.session import Session
 from tests.solvers.chains import unit_chain

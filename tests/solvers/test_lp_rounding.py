@@ -9,7 +9,7 @@ import pytest
 
 from checkmate import Limits, LpRounding, Milp, OptionError, Plan, Problem, Reason, simulate, solve, validate
 from checkmate.core.budget import keep_all_bytes
-from checkmate.solvers.backends.stage_program import StageProgram
+from checkmate.solvers.milp import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.chains import unit_chain
 from tests.solvers.generators import transformer

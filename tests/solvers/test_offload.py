@@ -14,8 +14,7 @@ from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.offload.joint import run_with_host
-from checkmate.solvers.offload.placement import Reference, place
+from checkmate.solvers.offload import Reference, place, run_with_host
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from tests.solvers.joint_brute_force import least_time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -195,7 +195,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             PlanError: An op index is out of range, or an op reads a value that no earlier op of
                 ``order`` has made.
         """
-        return _with_frees(graph, [int(o) for o in order], {})
+        return with_frees(graph, [Compute(int(o)) for o in order])
 
     def stages(self, graph: Graph) -> Stages:
         """The matrices R and S of the plan.
@@ -235,78 +235,50 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             S[t, sorted(hold)] = True
         return Stages(R, S)
 
-    @classmethod
-    def from_stages(cls, graph: Graph, R: npt.ArrayLike, S: npt.ArrayLike) -> Plan:
-        """Plan of the paper's matrices; the inverse of `stages`.
 
-        Every value is freed at its earliest place, but not before the last stage into which S
-        carries the value.
+def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None = None) -> Plan:
+    """The plan of `Compute`, `Offload`, `Fetch` and `Free` steps that frees every value at its earliest place; kept values stay.
 
-        Args:
-            graph: The graph.
-            R: Ops computed in each stage, ascending inside it. Shape ``[stage, op]``.
-            S: Ops with an output held when a stage begins. Shape ``[stage, op]``.
+    A `Free` in the sequence is the earliest place for the free of its value, where the copy is expected to be done; if the last
+    read is later, the value is freed after it. A copy on the host is discarded after the first computation that reads the
+    fetched value.
 
-        Raises:
-            PlanError: The shapes are wrong, or a stage reads a value that it neither makes nor holds at its start.
-        """
-        computed, held = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
-        if computed.ndim != 2 or computed.shape != held.shape or computed.shape[1] != len(graph.ops):
-            raise PlanError(f"R and S have shapes {computed.shape} and {held.shape}, not [stage, {len(graph.ops)}]")
-        order: list[int] = []
-        starts: list[int] = []
-        for t in range(computed.shape[0]):
-            starts.append(len(order))
-            made: set[int] = set()
-            for o in np.flatnonzero(computed[t]).tolist():
-                for v in graph.ops[o].inputs:
-                    p = graph.producer[v]
-                    if p not in made and not held[t, p]:
-                        raise PlanError(f"stage {t} computes op {o}, which reads op {p}: neither held nor computed in it")
-                made.add(o)
-                order.append(o)
-        return _with_frees(graph, order, _carried(graph, held, order, starts))
-
-
-def _carried(graph: Graph, held: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
-    """Position to which S carries each instance (op, position of its computation)."""
-    until: dict[tuple[int, int], int] = {}
-    newest: dict[int, int] = {}
-    for t, start in enumerate(starts):
-        for o in np.flatnonzero(held[t]).tolist():
-            if o in newest and start:
-                until[o, newest[o]] = start - 1
-        stop = starts[t + 1] if t + 1 < len(starts) else len(order)
-        for p in range(start, stop):
-            newest[order[p]] = p
-    # S carries all outputs of an op together; only outputs that are read again have to be carried.
-    return until if all(len(op.outputs) <= 1 for op in graph.ops) else {}
-
-
-def _with_frees(graph: Graph, order: Sequence[int], until: dict[tuple[int, int], int]) -> Plan:
-    count = len(graph.ops)
-    newest: dict[int, int] = {}  # value -> position of the computation that made its newest instance
-    last: dict[tuple[int, int], int] = {}  # (value, position made) -> position of its last read
-    for p, o in enumerate(order):
-        if not 0 <= o < count:
-            raise PlanError(f"the order computes op {o} of {count}")
+    Raises:
+        PlanError: An op index is out of range, or an op reads a value that no earlier step has made.
+    """
+    sequence = tuple(sequence)
+    newest: dict[int, int] = {}  # value -> position of the step that made its newest instance
+    last: dict[tuple[int, int], int] = {}  # (value, position made) -> last position that needs it
+    fetched: dict[int, int] = {}  # value -> position of its last fetch
+    discards: dict[int, int] = {}  # value -> position of the first read after that
+    for p, step in enumerate(sequence):
+        if not isinstance(step, Compute):
+            if isinstance(step, Fetch):
+                newest[step.value] = fetched[step.value] = p
+                discards.pop(step.value, None)
+            last[step.value, newest[step.value]] = p
+            continue
+        o = step.op
+        if not 0 <= o < len(graph.ops):
+            raise PlanError(f"the order computes op {o} of {len(graph.ops)}")
         for v in graph.ops[o].inputs:
             if v not in newest:
                 raise PlanError(
                     f"position {p} computes op {o} ({graph.ops[o].name!r}), which reads value {v} ({graph.values[v].name!r}) "
                     "before any op has made it"
                 )
-            last[v, newest[v]] = max(p, last[v, newest[v]])  # S may carry it past this read
+            last[v, newest[v]] = p
+            if fetched and fetched.get(v) == newest[v]:
+                discards.setdefault(v, p)
         for v in graph.ops[o].outputs:
-            newest[v] = p
-            last[v, p] = max(p, until.get((o, p), p))
-    frees: list[list[int]] = [[] for _ in order]
-    for (v, made), p in last.items():
-        if graph.values[v].kept and newest[v] == made:
-            continue
-        frees[p].append(v)
+            newest[v] = last[v, p] = p
+    after: list[list[Step]] = [[] for _ in sequence]
+    for v in sorted(fetched):
+        after[discards.get(v, len(sequence) - 1)].append(Discard(v))
+    for v, made in sorted(last):
+        if not (graph.values[v].kept and newest[v] == made):
+            after[last[v, made]].append(Free(v))
     steps: list[Step] = []
-    for p, o in enumerate(order):
-        steps.append(Compute(o))
-        steps.extend(Free(v) for v in sorted(frees[p]))
-    return Plan(tuple(steps), graph.digest)
+    for step, following in zip(sequence, after, strict=True):
+        steps += following if isinstance(step, Free) else (step, *following)
+    return Plan(tuple(steps), graph.digest, host)

@@ -13,20 +13,6 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Discard, Fetch, Free, HostMemory, Offload, Plan
 
 
-class Resident(NamedTuple):
-    """A storage that is live at a step.
-
-    Attributes:
-        value: The value that owns the storage.
-        size_bytes: Bytes of the storage.
-        made_at: Step that made this instance.
-    """
-
-    value: int
-    size_bytes: int
-    made_at: int
-
-
 class Copy(NamedTuple):
     """A copy between device and host.
 
@@ -92,16 +78,6 @@ class Timeline:
     def peak_step(self) -> int:
         """First step at which the peak is reached."""
         return int(self.bytes.argmax()) if len(self.bytes) else 0
-
-    def live(self, step: int) -> tuple[Resident, ...]:
-        """Storages live while a step runs, its own outputs included, largest first.
-
-        Resident bytes, the step's workspace and replay states are not among them.
-        """
-        ledger = _Ledger(self.graph, self.plan)
-        for position in range(step + 1):
-            ledger.run(position)
-        return ledger.storages()
 
 
 def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeline:
@@ -215,7 +191,7 @@ class _Ledger:
         self.bus = _Bus(graph, host or plan.host)
         self.held = graph.resident_bytes
         self.storage_of: dict[int, int] = {}  # value -> storage instance of its newest instance
-        self.storage: dict[int, Resident] = {}
+        self.size: dict[int, int] = {}  # storage instance -> bytes
         self.users: dict[int, int] = {}  # storage instance -> live instances that share it
         self.last_replay: dict[int, int] = {}
         self.replaying: set[int] = set()
@@ -253,7 +229,7 @@ class _Ledger:
             for v in op.inputs:
                 self.bus.wait_to_read(self.storage_of[v])
         replaced = [self.storage_of[v] for v in op.outputs if v in self.storage_of]
-        self._make(position, op.outputs)
+        self._make(op.outputs)
         self.bus.now += op.cost
         peak = self.held + op.workspace_bytes
         for instance in replaced:
@@ -262,26 +238,22 @@ class _Ledger:
             self.held -= op.replay_bytes
         return peak
 
-    def storages(self) -> tuple[Resident, ...]:
-        return tuple(sorted(self.storage.values(), key=lambda r: (-r.size_bytes, r.value)))
-
-    def _make(self, position: int, outputs: tuple[int, ...]) -> None:
+    def _make(self, outputs: tuple[int, ...]) -> None:
         for v in outputs:
             if self.graph.values[v].base is None:
-                self._allocate(position, v)
+                self._allocate(v)
         for v in outputs:
             if self.graph.values[v].base is not None:
                 instance = self.storage_of[self.graph.storage_from[v]]
                 self.storage_of[v] = instance
                 self.users[instance] += 1
 
-    def _allocate(self, position: int, v: int) -> int:
+    def _allocate(self, v: int) -> int:
         instance = len(self.users)
-        size = self.graph.values[v].size_bytes
         self.storage_of[v] = instance
         self.users[instance] = 1
-        self.storage[instance] = Resident(v, size, position)
-        self.held += size
+        self.size[instance] = self.graph.values[v].size_bytes
+        self.held += self.size[instance]
         return instance
 
     def _copy(self, position: int, step: Offload | Fetch | Discard) -> None:
@@ -298,7 +270,7 @@ class _Ledger:
         elif live:
             raise PlanError(f"step {position} fetches value {v}, and it is live")
         else:
-            self.bus.fetch(position, v, self._allocate(position, v))
+            self.bus.fetch(position, v, self._allocate(v))
 
     def _free(self, position: int, v: int) -> None:
         if v not in self.storage_of:
@@ -309,4 +281,4 @@ class _Ledger:
         self.users[instance] -= 1
         if not self.users[instance]:
             self.bus.wait_to_free(instance)
-            self.held -= self.storage.pop(instance).size_bytes
+            self.held -= self.size[instance]

@@ -22,7 +22,7 @@ from typing import TypeVar
 from checkmate.core.graph import Graph
 from checkmate.core.result import Progress, Result
 from checkmate.core.units import format_bytes
-from checkmate.solvers.preparation import announce_with
+from checkmate.solvers.clocks import announce_with
 from checkmate.solvers.session import OnProgress
 
 ItemT = TypeVar("ItemT")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, printable
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.result import NoPlan, Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.regions.blocks import Call, Choice, Schedule, find_regions
-from checkmate.regions.search import leave_out_regions, save_modules, save_ops
-
-Save = Literal["ops", "modules", "nothing"]
+from checkmate.regions.blocks import Call, Schedule, find_regions
+from checkmate.regions.search import Save, choice_of, choose, units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,24 +129,18 @@ def choose_policy(
         why = found[0].refusal or "the backward reads nothing of it"
         raise OptionError(f"no region can be checkpointed: {found[0].name}: {why}", hint="name other modules as regions")
     schedule = Schedule(graph, usable, region_bytes)
-    names: tuple[str, ...] = ()
-    choice: Choice | None
-    if save == "modules":
-        modules = save_modules(schedule, budget_bytes, until)
-        choice, names = (None, ()) if modules is None else modules
-    elif save == "ops":
-        choice = save_ops(schedule, budget_bytes, planned.plan, until)
-    elif save == "nothing":
-        choice = leave_out_regions(schedule, budget_bytes, until)
-    else:
+    if save not in get_args(Save):
         raise OptionError(f"save={save!r} is none of 'ops', 'modules', 'nothing'", hint="choose one of the three, such as 'ops'")
-    if choice is None:
+    plan = planned.plan if save == "ops" else None
+    taken = choose(schedule, units_of(schedule, save), budget_bytes, plan, until)
+    if taken is None:
         raise _too_small(schedule, budget_bytes, planned)
+    choice = choice_of(schedule, taken)
     return RegionPolicy(
         budget_bytes=budget_bytes,
         save=save,
         saved={region.name: tuple(region.calls[o] for o in sorted(saved)) for region, saved in choice.items()},
-        save_regions=names,
+        save_regions=tuple(sorted(unit.module for unit in taken)) if save == "modules" else (),
         unwrapped=tuple(region.name for region in usable if region not in choice),
         refused=tuple((region.name, region.refusal) for region in found if region.refusal),
         peak_bytes=schedule.peak_bytes(choice),

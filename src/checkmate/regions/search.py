@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from checkmate.core.plan import Plan
 from checkmate.regions.blocks import Choice, Region, Schedule
 
+Save = Literal["ops", "modules", "nothing"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """Ops of a region that are saved together; a unit without ops leaves the region without checkpointing."""
+    """Ops of regions that are saved together; no ops leave a region without checkpointing."""
 
-    region: Region
-    ops: frozenset[int]
+    ops: Mapping[Region, frozenset[int]]
     cost: int  # of their recomputation
     size_bytes: int  # of their results
+    module: str = ""  # path of their module in each region, if they are all of its ops
 
     @property
     def ratio(self) -> float:
@@ -27,63 +29,26 @@ class Unit:
         return self.cost / max(1, self.size_bytes)
 
 
-def save_ops(schedule: Schedule, budget_bytes: int, plan: Plan | None, until: float) -> Choice | None:
-    """Choose ops in each region separately, until ``time.perf_counter()``. None if no choice was found that keeps the budget.
+def units_of(schedule: Schedule, save: Save) -> list[Unit]:
+    """The units for a kind of values to save: single ops in each region, the same modules in all regions, or nothing."""
+    if save == "modules":
+        return _module_units(schedule)
+    units = [unit for region in schedule.regions if save == "ops" for unit in _op_units(schedule, region)]
+    return [*units, *(_without(schedule, region) for region in schedule.regions)]
 
-    Ops are taken in the order of the cost saved per byte, as long as the peak keeps the budget; then some are exchanged for
+
+def choose(schedule: Schedule, units: Sequence[Unit], budget_bytes: int, plan: Plan | None, until: float) -> list[Unit] | None:
+    """Choose units, until ``time.perf_counter()``. None if no choice was found that keeps the budget.
+
+    Units are taken in the order of the cost saved per byte, as long as the peak keeps the budget; then some are exchanged for
     others. A second start takes the ops that a plan computes once. The better result is returned.
     """
-    units = [unit for region in schedule.regions for unit in (*_op_units(schedule, region), _without(schedule, region))]
     search = _Exchange(schedule, units, budget_bytes)
-    if plan is None:
-        return search.improved([], until)
-    times = Counter(plan.order)
-    once = [unit for unit in units if unit.ops and all(times[o] == 1 for o in unit.ops)]
-    found = [search.improved([], (time.perf_counter() + until) / 2), search.improved(once, until)]
-    return min((choice for choice in found if choice is not None), key=schedule.cost, default=None)
-
-
-def leave_out_regions(schedule: Schedule, budget_bytes: int, until: float) -> Choice | None:
-    """Choose which regions are checkpointed, without saving any op in them. Arguments and result as for `save_ops`."""
-    units = [_without(schedule, region) for region in schedule.regions]
-    return _Exchange(schedule, units, budget_bytes).improved([], until)
-
-
-def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[Choice, tuple[str, ...]] | None:
-    """The cheapest choice of modules, relative to each region, whose ops are saved in all regions; None if none keeps the budget.
-
-    Sets are tried in the order of their cost until one keeps the budget. If the time ends before, the result is the best set
-    found by adding one module after another.
-    """
-    units = _module_units(schedule)
-
-    def choice_of(names: Iterable[str]) -> Choice:
-        return _choice(schedule, (unit for name in names for unit in units[name]))
-
-    if schedule.peak_bytes(choice_of(())) > budget_bytes:
-        return None
-    cost = {name: sum(unit.cost for unit in found) for name, found in units.items()}
-    # The first set that fits is found among at most 2**20 sets, of the most costly modules.
-    names = sorted((name for name in units if cost[name]), key=lambda name: (cost[name], name))[-20:]
-    # Sets of modules to leave out, by their cost. Each set has two successors: its last module is replaced by the next
-    # more costly one, or that one is added. This makes every set once (Lawler 1972).
-    heap: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-    while heap and time.perf_counter() < until:
-        lost, left_out = heapq.heappop(heap)
-        taken = [name for k, name in enumerate(names) if k not in left_out]
-        if schedule.peak_bytes(choice_of(taken)) <= budget_bytes:
-            return choice_of(taken), tuple(taken)
-        following = left_out[-1] + 1 if left_out else 0
-        if following < len(names):
-            heapq.heappush(heap, (lost + cost[names[following]], (*left_out, following)))
-            if left_out:
-                swapped = lost - cost[names[left_out[-1]]] + cost[names[following]]
-                heapq.heappush(heap, (swapped, (*left_out[:-1], following)))
-    greedy: list[str] = []
-    for name in sorted(names, key=lambda name: -cost[name] / max(1, sum(unit.size_bytes for unit in units[name]))):
-        if schedule.peak_bytes(choice_of([*greedy, name])) <= budget_bytes:
-            greedy.append(name)
-    return choice_of(greedy), tuple(sorted(greedy))
+    times = Counter(() if plan is None else plan.order)
+    once = [unit for unit in units if {times[o] for ops in unit.ops.values() for o in ops} == {1}]
+    found = search.improved([], (time.perf_counter() + until) / 2 if once else until)
+    other = search.improved(once, until) if once else None
+    return min((taken for taken in (found, other) if taken is not None), key=search.cost, default=None)
 
 
 @dataclass(frozen=True)
@@ -94,8 +59,8 @@ class _Exchange:
     units: Sequence[Unit]
     budget_bytes: int
 
-    def improved(self, start: Sequence[Unit], until: float) -> Choice | None:
-        """The best choice found from as many units of a start as fit."""
+    def improved(self, start: Sequence[Unit], until: float) -> list[Unit] | None:
+        """The best units found from as many units of a start as fit."""
         begun = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), self._fits)
         if begun is None:
             return None
@@ -111,9 +76,9 @@ class _Exchange:
                 rest = [other for other in taken if other is not unit]
                 outside = [other for other in self.units if other not in taken and other.cost]
                 changed = self._filled(rest, sorted(outside, key=lambda other: -other.cost), until)
-                if self._cost(changed) < self._cost(taken):
+                if self.cost(changed) < self.cost(taken):
                     taken, better = changed, True
-        return _choice(self.schedule, taken)
+        return taken
 
     def _filled(self, taken: Sequence[Unit], others: Iterable[Unit], until: float) -> list[Unit]:
         """The units taken, and one after another each of the others that still fits."""
@@ -126,10 +91,11 @@ class _Exchange:
         return found
 
     def _fits(self, taken: Sequence[Unit]) -> bool:
-        return self.schedule.peak_bytes(_choice(self.schedule, taken)) <= self.budget_bytes
+        return self.schedule.peak_bytes(choice_of(self.schedule, taken)) <= self.budget_bytes
 
-    def _cost(self, taken: Sequence[Unit]) -> int:
-        return self.schedule.cost(_choice(self.schedule, taken))
+    def cost(self, taken: Sequence[Unit]) -> int:
+        """Cost of the recomputations that are left."""
+        return self.schedule.cost(choice_of(self.schedule, taken))
 
 
 def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool]) -> list[Unit] | None:
@@ -143,13 +109,15 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
     return list(units[:low])
 
 
-def _choice(schedule: Schedule, taken: Iterable[Unit]) -> Choice:
+def choice_of(schedule: Schedule, units: Iterable[Unit]) -> Choice:
+    """The choice that saves some units; all other ops of all regions are recomputed."""
     saved: dict[Region, frozenset[int]] = {region: frozenset() for region in schedule.regions}
-    for unit in taken:
-        if not unit.ops:
-            saved.pop(unit.region, None)
-        elif unit.region in saved:
-            saved[unit.region] |= unit.ops
+    for unit in units:
+        for region, ops in unit.ops.items():
+            if not ops:
+                saved.pop(region, None)
+            elif region in saved:
+                saved[region] |= ops
     return saved
 
 
@@ -159,25 +127,28 @@ def _op_units(schedule: Schedule, region: Region) -> list[Unit]:
     A saved op is not run again and draws no random numbers: later random ops would draw other numbers than in the forward, and
     the gradients would be wrong without any error. Therefore all random ops of a region are saved, or none.
     """
-    random = frozenset(o for o in region.ops if schedule.graph.ops[o].replay_bytes)
+    random = _random(schedule, region)
     groups = [frozenset((o,)) for o in region.ops if o not in random and _bytes(schedule, o)]
-    return [_unit(schedule, region, group) for group in (*groups, random) if group]
+    return [_unit(schedule, {region: group}) for group in (*groups, random) if group]
 
 
-def _module_units(schedule: Schedule) -> dict[str, list[Unit]]:
+def _module_units(schedule: Schedule) -> list[Unit]:
     """Units by relative path of the module; modules with some but not all random ops of a region are left out."""
-    found: dict[str, list[Unit]] = {}
-    refused: set[str] = set()
+    found: dict[str, dict[Region, frozenset[int]]] = {}
+    refused = {""}
     for region in schedule.regions:
-        random = {o for o in region.ops if schedule.graph.ops[o].replay_bytes}
+        random = _random(schedule, region)
         for name in dict.fromkeys(region.modules):
             inside = (o for o, module in zip(region.ops, region.modules, strict=True) if module == name)
             ops = frozenset(o for o in inside if _bytes(schedule, o))
-            if name and ops and not (random & ops and random - ops):
-                found.setdefault(name, []).append(_unit(schedule, region, ops))
-            else:
+            found.setdefault(name, {})[region] = ops
+            if not ops or (random & ops and random - ops):
                 refused.add(name)
-    return {name: units for name, units in found.items() if name not in refused}
+    return [_unit(schedule, ops, name) for name, ops in found.items() if name not in refused]
+
+
+def _random(schedule: Schedule, region: Region) -> frozenset[int]:
+    return frozenset(o for o in region.ops if schedule.graph.ops[o].replay_bytes)
 
 
 def _without(schedule: Schedule, region: Region) -> Unit:
@@ -185,12 +156,13 @@ def _without(schedule: Schedule, region: Region) -> Unit:
     graph = schedule.graph
     storages = {graph.root[v] for v in region.needed}
     cost = sum(graph.ops[o].cost for o in region.ops)
-    return Unit(region, frozenset(), cost, sum(graph.values[v].size_bytes for v in storages))
+    return Unit({region: frozenset()}, cost, sum(graph.values[v].size_bytes for v in storages))
 
 
-def _unit(schedule: Schedule, region: Region, ops: frozenset[int]) -> Unit:
-    size = sum(_bytes(schedule, o) for o in ops)
-    return Unit(region, ops, sum(schedule.graph.ops[o].cost for o in ops), size)
+def _unit(schedule: Schedule, ops: Mapping[Region, frozenset[int]], module: str = "") -> Unit:
+    every = [o for part in ops.values() for o in part]
+    cost, size = sum(schedule.graph.ops[o].cost for o in every), sum(_bytes(schedule, o) for o in every)
+    return Unit(ops, cost, size, module)
 
 
 def _bytes(schedule: Schedule, o: int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
-from checkmate.solvers.backends.stage_program import StageProgram
+from checkmate.solvers.milp import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 

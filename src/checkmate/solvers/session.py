@@ -14,8 +14,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Progress, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Alarm, Flag
-from checkmate.solvers.preparation import prepared_s, preparing
+from checkmate.solvers.clocks import Alarm, Flag, prepared_s
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
@@ -105,15 +104,6 @@ class Session:
     def elapsed_s(self) -> float:
         """Wall seconds since the solve began, without preparations."""
         return time.perf_counter() - prepared_s() - self._started
-
-    def prepare(self, load: Callable[[], object]) -> None:
-        """Do work that is needed once in a process, like importing an engine, without counting its time.
-
-        Args:
-            load: Function that does the work; called once.
-        """
-        with preparing():
-            load()
 
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkmate.core.errors import printable
@@ -11,7 +10,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, format_cost
-from checkmate.studies.explain import Held, Remat, held_at, remats
+from checkmate.studies.explain import Held, Remat, held_at, listed, more_often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +53,14 @@ class Comparison:
             f"computed again  {self.again[0]} -> {self.again[1]}",
         ]
         for title, ops in (("computed more often by the first", self.more_in_a), ("by the second", self.more_in_b)):
+            if ops:
+                lines.append(f"{title}: {format_cost(sum(r.cost for r in ops), self.cost_unit)}")
             rows = [(r.cost, f"{r.name}, {r.times} x") for r in ops]
-            lines += _listed(title, rows, lambda cost: format_cost(cost, self.cost_unit), most)
+            lines += listed(rows, lambda cost: format_cost(cost, self.cost_unit), most)
         for title, held in (("held only at the first's peak", self.held_in_a), ("only at the second's", self.held_in_b)):
-            lines += _listed(title, [(h.size_bytes, f"{h.name}: {h.why}") for h in held], format_bytes, most)
+            if held:
+                lines.append(f"{title}: {format_bytes(sum(h.size_bytes for h in held))}")
+            lines += listed([(h.size_bytes, f"{h.name}: {h.why}") for h in held], format_bytes, most)
         return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
@@ -95,39 +98,16 @@ def compare(graph: Graph, plan_a: Plan, plan_b: Plan) -> Comparison:
         cost=(a.cost, b.cost),
         overhead=(a.graph.overhead(a.cost), b.graph.overhead(b.cost)),
         cost_unit=graph.cost_unit,
-        again=(_again(graph, plan_a), _again(graph, plan_b)),
-        more_in_a=_more(graph, times_a, times_b),
-        more_in_b=_more(graph, times_b, times_a),
+        again=(times_a.total() - len(times_a), times_b.total() - len(times_b)),
+        more_in_a=more_often(graph, times_a, times_b),
+        more_in_b=more_often(graph, times_b, times_a),
         held_in_a=_only(held_a, held_b),
         held_in_b=_only(held_b, held_a),
     )
 
 
-def _listed(title: str, rows: list[tuple[int, str]], text: Callable[[int], str], most: int) -> list[str]:
-    if not rows:
-        return []
-    lines = [f"{title}: {text(sum(amount for amount, _ in rows))}"]
-    lines += [f"  {text(amount):>11}  {what}" for amount, what in rows[:most]]
-    if rest := rows[most:]:
-        lines.append(f"  {text(sum(amount for amount, _ in rest)):>11}  in {len(rest)} more")
-    return lines
-
-
 def _peak(timeline: Timeline) -> tuple[Held, ...]:
     return held_at(timeline.graph, timeline.plan, timeline.peak_step)
-
-
-def _again(graph: Graph, plan: Plan) -> int:
-    return sum(remat.times for remat in remats(graph, plan))
-
-
-def _more(graph: Graph, times: Counter[int], other: Counter[int]) -> tuple[Remat, ...]:
-    found = (
-        Remat(o, graph.ops[o].name, n - other[o], (n - other[o]) * graph.ops[o].cost, graph.ops[o].source)
-        for o, n in times.items()
-        if n > other[o]
-    )
-    return tuple(sorted(found, key=lambda r: (-r.cost, r.op)))
 
 
 def _only(held: tuple[Held, ...], other: tuple[Held, ...]) -> tuple[Held, ...]:

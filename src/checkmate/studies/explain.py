@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -97,21 +98,14 @@ class Explanation:
             most: Most lines of each list.
         """
         lines = [f"peak {format_bytes(self.peak_bytes)} at step {self.peak_step}, while {self.peak_name or 'nothing'} runs"]
-        lines += [f"  {format_bytes(h.size_bytes):>11}  {h.name}{_at(h.source)}: {h.why}" for h in self.held[:most]]
-        rest = self.held[most:]
-        if rest:
-            lines.append(f"  {format_bytes(sum(h.size_bytes for h in rest)):>11}  in {len(rest)} more")
+        lines += listed([(h.size_bytes, f"{h.name}{_at(h.source)}: {h.why}") for h in self.held], format_bytes, most)
         again = sum(r.cost for r in self.remats)
         lines.append(
             f"cost {format_cost(self.cost, self.cost_unit)}, {self.overhead:.4f} of keeping everything; "
             f"recomputations: {sum(r.times for r in self.remats)}, {format_cost(again, self.cost_unit)}"
         )
-        lines += [
-            f"  {format_cost(r.cost, self.cost_unit):>11}  {r.name}{_at(r.source)}, {r.times} x" for r in self.remats[:most]
-        ]
-        if len(self.remats) > most:
-            left = self.remats[most:]
-            lines.append(f"  {format_cost(sum(r.cost for r in left), self.cost_unit):>11}  in {len(left)} more")
+        again_rows = [(r.cost, f"{r.name}{_at(r.source)}, {r.times} x") for r in self.remats]
+        lines += listed(again_rows, lambda cost: format_cost(cost, self.cost_unit), most)
         lines += self._prices()
         return "\n".join(printable(line) for line in lines)
 
@@ -183,9 +177,23 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
 
 def remats(graph: Graph, plan: Plan) -> tuple[Remat, ...]:
     """Ops that a plan computes more than once, the most costly first."""
-    again = {o: n - 1 for o, n in Counter(plan.order).items() if n > 1}
-    found = (Remat(o, graph.ops[o].name, n, n * graph.ops[o].cost, graph.ops[o].source) for o, n in again.items())
+    times = Counter(plan.order)
+    return more_often(graph, times, Counter(times.keys()))
+
+
+def more_often(graph: Graph, times: Counter[int], other: Counter[int]) -> tuple[Remat, ...]:
+    """Ops that are computed more often than in another plan, with the difference, the most costly first."""
+    more = {o: n - other[o] for o, n in times.items() if n > other[o]}
+    found = (Remat(o, graph.ops[o].name, n, n * graph.ops[o].cost, graph.ops[o].source) for o, n in more.items())
     return tuple(sorted(found, key=lambda r: (-r.cost, r.op)))
+
+
+def listed(rows: Sequence[tuple[int, str]], text: Callable[[int], str], most: int) -> list[str]:
+    """Lines of amounts with their descriptions, and one line for the sum of those beyond the most that are shown."""
+    lines = [f"  {text(amount):>11}  {what}" for amount, what in rows[:most]]
+    if rest := rows[most:]:
+        lines.append(f"  {text(sum(amount for amount, _ in rest)):>11}  in {len(rest)} more")
+    return lines
 
 
 def held_at(graph: Graph, plan: Plan, step: int) -> tuple[Held, ...]:

@@ -9,9 +9,9 @@ import random
 import pytest
 
 from checkmate import BruteForce, Graph, InfeasibleBudgetError, Op, Problem, Value, min_budget, solve
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.last_run import last_run_floor
+from checkmate.solvers.clocks import no_alarm
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.strategies import random_graph, with_more_kept
 

@@ -6,8 +6,8 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse.csgraph import maximum_flow
 
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.max_flow import Network
+from checkmate.solvers.clocks import no_alarm
 
 
 def random_network(seed: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:

@@ -10,10 +10,11 @@ import torch
 import checkmate
 import checkmate.torch
 from checkmate import Compute, Fetch, Free, HostMemory, Limits, Offload, OptionError, Plan, PlanError, Problem, simulate, solve
+from checkmate.core.plan import with_frees
 from checkmate.frontend.planner import GivenPlan
-from checkmate.solvers.offload.placement import Reference, place
-from checkmate.solvers.offload.sequence import plan_with_copies
+from checkmate.solvers.offload import Reference, place
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.reductions.unread import needed_steps
 from checkmate.torch.partition import copies
 
 FAST = HostMemory(2**30, 10**12, 10**12)
@@ -62,7 +63,7 @@ def plan(plain) -> Plan:
         steps += [Fetch(p.value) for p in placed if p.fetch_at == stage]
         steps.append(Compute(o))
         steps += [Offload(p.value) for p in placed if fold.folded.producer[p.value] == o]
-    found = plan_with_copies(Problem(graph, "100%", host=FAST), fold.invert_steps(steps))
+    found = with_frees(graph, needed_steps(Problem(graph, "100%", host=FAST), fold.invert_steps(steps)), FAST)
     assert sum(isinstance(s, Fetch) for s in found.steps) > 10
     return found
 

@@ -1,20 +1,222 @@
-"""The phases of the default solver after the first plans; each ends when the run is done."""
+"""The phases of the default solver and the run that they share; each phase ends when the run is done."""
 
 from __future__ import annotations
 
+import logging
 import math
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from random import Random
 
-from checkmate.solvers.auto.run import Run
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits
+from checkmate.solvers.a_star import Exploration
 from checkmate.solvers.bounds.events.chains import EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.events.refine import Chain, Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.bounds.events.refine import (
+    Chain,
+    Refinement,
+    chain_of,
+    highest_events,
+    promising_events,
+    quick_bound,
+    single_cuts,
+)
 from checkmate.solvers.bounds.row import row_bound
 from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.states.exploration import Exploration
-from checkmate.solvers.states.packed_problem import pack
+from checkmate.solvers.evict.smallest import smallest_peak
+from checkmate.solvers.evict.starts import starts
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
 from checkmate.solvers.tunables import TUNABLES, suggested_decodes
+
+_log = logging.getLogger("checkmate.solvers.auto")
+
+
+class Run:
+    """One run of `Auto` on a problem whose views are folded.
+
+    Bounds and gaps are handled as *shares*: extra cost divided by `once`, the cost of computing each op of the folded graph once.
+    These numbers are near 1, as engines need, and do not depend on the cost unit.
+    """
+
+    def __init__(self, problem: Problem, session: Session) -> None:
+        self.session = session
+        self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
+        self.folded = self.fold.apply(problem)
+        self.graph = self.folded.graph
+        self.once = max(1, self.graph.cost)
+        self.few = len(self.graph.ops) <= TUNABLES.many_ops
+        self.random = Random(session.limits.seed)
+        self.searches: list[Search] = []
+
+    @cached_property
+    def any_order(self) -> CutModel:
+        """The cuts' model for any order; made after the first plan, because it takes a second on 100,000 ops."""
+        return CutModel(self.folded)
+
+    def offer(self, order: list[int]) -> bool:
+        """Give the session a plan of the folded graph, as an order of computations; returns whether it is the best so far."""
+        return self.session.offer(self.fold.invert(order))
+
+    def prove(self, search: Search, share: float, any_order: bool) -> None:
+        """Take a bound; a bound that holds only for a search's order is kept with the search, to be reported by name."""
+        if any_order or not self.folded.reorder:
+            self.session.prove(self.fold.original.cost + self.once * max(0.0, share))
+        elif share < math.inf:
+            search.order_bound = max(search.order_bound, share)
+
+    def best_share(self) -> float:
+        """Cost of the best plan beyond computing every op once, as a share; infinite without a plan."""
+        return math.inf if self.session.cost is None else (self.session.cost - self.fold.original.cost) / self.once
+
+    def enough_share(self) -> float:
+        """The least bound that meets the gap; at a gap of 0 the share of the best plan."""
+        if self.session.cost is None:
+            return math.inf
+        enough = self.session.cost * (1 - self.session.limits.gap)
+        # With ten times an engine's tolerance in addition.
+        return min(self.best_share(), (enough - self.fold.original.cost) / self.once + 1e-5)
+
+    def known_share(self) -> float:
+        """The best bound for any order, as a share."""
+        return (self.session.bound - self.fold.original.cost) / self.once
+
+    def out_of_time(self) -> bool:
+        """Whether the session's time is up."""
+        return self.session.left_s() <= 0
+
+    def until(self, work: str, share: float) -> float:
+        """Log the beginning of some work; returns the moment on the session's clock when it must end."""
+        now, seconds = self.session.elapsed_s(), self.seconds_of(share)
+        cost, bound = self.session.cost, self.session.bound
+        _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, work, seconds, cost, bound)
+        return now + seconds
+
+    def seconds_of(self, share: float) -> float:
+        """Seconds of a share of the time left."""
+        return share * min(TUNABLES.horizon_s, self.session.left_s())
+
+    def seconds_to(self, until_s: float) -> Callable[[], float]:
+        """A function for the seconds left up to a moment of the session's clock; none once the session is done."""
+        return lambda: 0.0 if self.session.done else until_s - self.session.elapsed_s()
+
+    def single_cuts(self, model: CutModel, events: Sequence[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
+        """`bounds.events.refine.single_cuts` with the session's limits."""
+        return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=self.session.time_up)
+
+    def improve(self, search: Search, decodes: int, until_s: float, temperature: float = TUNABLES.temperature) -> bool:
+        """`Search.improve` up to a moment of the session's clock; returns whether it found the best plan so far."""
+        with self.session.within(until_s):
+            cheaper = search.improve(decodes, temperature, lambda: self.session.elapsed_s() > until_s)
+        return cheaper and self.offer(search.order())
+
+
+def solve_in_phases(problem: Problem, session: Session, rounds: int) -> None:
+    """All phases, one after another, until the session is done."""
+    run = Run(problem, session)
+    if greedy_starts(run):
+        return
+    search_from_starts(run)
+    if session.done:
+        return
+    event = single_events(run)
+    if session.done or event is None:
+        return
+    exploration = explore(run)
+    if session.done:
+        return
+    chain = chains(run, event)
+    if session.done:
+        return
+    # A* may still close the gap; one round gives it a better plan, and thereby a lower limit.
+    integer_programs(run, chain, rounds if exploration is None else 1)
+    if exploration is not None and not session.done:
+        explore(run, exploration)
+    final_search(run)
+
+
+def greedy_starts(run: Run) -> bool:
+    """Make a search for each start (`starts`); returns whether more search could gain only a part of the gap, or is unwanted."""
+    session = run.session
+    seed = session.limits.seed
+    proven = slow = False
+    for start in starts(run.folded, seed, session.time_up):
+        if run.searches and run.out_of_time():
+            break
+        search = start.search(run.folded, seed, session.time_up)
+        run.searches.append(search)
+        attempts_until_s = run.until("greedy plans", TUNABLES.greedy_share)
+        # The greedy plans of one start have only a part of the time left.
+        until_s = session.elapsed_s() + 0.4 * session.left_s()
+        with session.within(until_s):
+            for only_first in (True, False):
+                before = search.best_cost
+                search.first(stop_at_first=only_first, out_of_time=lambda end=attempts_until_s: session.elapsed_s() > end)
+                if search.best_cost < before:
+                    run.offer(search.order())
+                elif only_first:
+                    break
+        if session.done and not proven:
+            return True
+        if session.plan is not None and not proven:
+            _first_proof(run)
+            proven = True
+        if _clearly_done(run):
+            return True
+        slow = session.plan is None and session.elapsed_s() >= until_s
+        if slow:
+            break
+    if session.plan is None:
+        _tight_budget(run, slow)
+        if session.plan is not None:
+            _first_proof(run)
+    return _clearly_done(run)
+
+
+def _first_proof(run: Run) -> None:
+    """Bound the events at which keeping everything holds most bytes.
+
+    These are a few linear programs: often the first plan is within the gap, and the proof takes a tenth of a second.
+    """
+    events, model = highest_events(run.graph, 4, range(len(run.graph.ops))), run.any_order
+    until_s = run.until("bounds of events of the first plans", 0.02)
+    run.single_cuts(model, events, run.searches[0], lambda: _clearly_done(run) or run.session.elapsed_s() > until_s)
+
+
+def _clearly_done(run: Run) -> bool:
+    session = run.session
+    return session.done and (session.gap <= 0.2 * session.limits.gap or session.gap > session.limits.gap or session.decided)
+
+
+def _tight_budget(run: Run, slow: bool) -> None:
+    """Look for a plan within a budget that few plans keep.
+
+    The greedy search has fewer ways to go wrong if only forward ops may be computed again: on ResNet-50 above batch 860
+    it then finds plans in 0.5 s, and with all ops none in 20 s. The search for the smallest peak starts from plans for
+    larger budgets, and meets plans that a search for this budget misses. If greedy plans were too slow, later phases would not
+    end without a plan either. The search for the smallest peak then has all the time left, and a refusal names the peak that
+    it found.
+    """
+    session, share = run.session, 0.3
+    until_s = run.until("plans for a tight budget", share)
+    forward = Problem(run.graph, run.folded.budget_bytes, "forward", run.folded.reorder)
+    for start in starts(forward, session.limits.seed, session.time_up):
+        if run.out_of_time() or session.elapsed_s() > until_s:
+            break
+        search = start.search(forward, session.limits.seed, session.time_up)
+        with session.within(until_s):
+            found = search.first(out_of_time=lambda: session.elapsed_s() > until_s, stop_at_first=True)
+        if found and run.offer(search.order()):
+            return
+    if run.out_of_time():  # `Limits` refuses a time of zero
+        return
+    limits = Limits(time_s=session.left_s() if slow else run.seconds_of(share), seed=session.limits.seed)
+    session.smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
+    session.offer(session.smallest.plan.order)
+    if session.smallest.floor_bytes > session.problem.budget_bytes:
+        session.prove(math.inf)
 
 
 def search_from_starts(run: Run) -> None:
@@ -109,7 +311,7 @@ def integer_programs(run: Run, chain: Chain, rounds: int) -> None:
 def final_search(run: Run) -> None:
     """Continue from the best plan, and on a small graph from new orders, until nothing is gained or time is up."""
     work = suggested_decodes(len(run.graph.ops))
-    best = run.best_search()
+    best = min(run.searches, key=_cost)
     without_gain = 0
     while math.isfinite(best.best_cost) and without_gain < TUNABLES.patience and not run.session.done:
         others = [_search_orders(run, best)]
@@ -135,10 +337,7 @@ def explore(run: Run, exploration: Exploration | None = None) -> Exploration | N
     """
     share = 0.8
     if exploration is None:
-        packed, share = pack(run.folded), 0.05
-        if isinstance(packed, str):
-            return None
-        exploration = Exploration(run.fold, packed, run.session, max_states=1 << 22)
+        exploration, share = Exploration(run.fold, run.folded, run.session, max_states=1 << 20), 0.05
     until_s = run.until("search over states", share)
     exploration.run(lambda: run.session.elapsed_s() > until_s)
     return exploration if exploration.ended is None else None

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from numba import njit
 
-from checkmate.solvers.preparation import preparing
+from checkmate.solvers.clocks import preparing
 
 _OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 _log = logging.getLogger("checkmate.solvers")
@@ -23,7 +23,7 @@ def kernel(function: Callable[..., Any], *, from_python: bool = True) -> Any:
     Therefore numba counts no references. It would count them, in atomic operations, for every array of every tuple that a
     kernel passes on or reads from: seven eighths of the time of a search.
     """
-    options = {**_OPTIONS, "no_cpython_wrapper": not from_python}
+    options = {**_OPTIONS, "no_cpython_wrapper": not from_python, "forceinline": not from_python}
     try:
         compiled = njit(cache=True, **options)(function)
     except RuntimeError as error:  # numba found no folder that it can write

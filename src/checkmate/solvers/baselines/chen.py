@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Heuristic
+from checkmate.solvers.baselines.forward_pass import Drops, ForwardPass, Heuristic
+from checkmate.solvers.flat_graph import NEVER
 
 
 @dataclass(frozen=True, slots=True)

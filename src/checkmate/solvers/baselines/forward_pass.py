@@ -15,20 +15,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.core.units import format_bytes
+from checkmate.solvers.flat_graph import NEVER
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
 Points = Literal["articulation", "linearized"]
-
-NEVER: Final = 1 << 30
-"""A stage that is never reached. It fits the kernels' int32."""
 
 Drops = Mapping[int, int]
 """Dropped op -> stage from which its outputs are held again."""
@@ -80,10 +78,10 @@ class ForwardPass:
         code, stages = search.empty_code(), len(g.targets)
         for o, stop in until.items():
             # Overwritten inputs: the op could be computed again only up to some stage, which these rules ignore.
-            if g.ops[o]["last_stage"] <= stages:
+            if g.last_stage[o] <= stages:
                 continue
             for v in self.graph.ops[o].outputs:
-                if g.values[v]["evictable"]:
+                if g.evictable[v]:
                     add_interval(code, v, self._touched[o] + 1, min(stop, stages) - 1)
         order, peak_bytes = search.order_and_peak(code)
         return (sum(self.graph.ops[o].cost for o in order), peak_bytes, order) if order else None

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
 
-from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Heuristic
+from checkmate.solvers.baselines.forward_pass import Drops, ForwardPass, Heuristic
+from checkmate.solvers.flat_graph import NEVER
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.bounds.floor import Floor, name_of
 from checkmate.solvers.bounds.max_flow import Network
+from checkmate.solvers.clocks import Flag, no_alarm
 
 
 def last_run_floor(

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.solvers.alarm import Flag
 from checkmate.solvers.backends.kernels import kernel
+from checkmate.solvers.clocks import Flag
 
 Ints = npt.NDArray[np.int64]
 Pairs = Sequence[tuple[Ints, Ints]]

@@ -19,17 +19,17 @@ a segment tree. Here each step is evaluated in one pass over the sequence from i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
+from checkmate.solvers.clocks import Flag, no_alarm
 from checkmate.solvers.evict.profile import next_random, seeded
-from checkmate.solvers.flat_graph import FlatGraph, Ints, flatten
+from checkmate.solvers.flat_graph import FlatGraph, Floats, Ints, flatten
 
 _LONGEST_CHAIN: Final = 64
 """Most computations that one step may add. A place or a read of a wanted kind is drawn up to 24 times."""
@@ -49,7 +49,7 @@ def anneal_sequence(problem: Problem, order: Sequence[int], seed: int, time_up: 
     # A view that folding left keeps its base's instance alive. The kernels do not know that rule, so the op of the base is not
     # computed again.
     for o in {graph.producer[graph.root[v]] for v, x in enumerate(graph.values) if x.base is not None}:
-        g.values["evictable"][list(graph.ops[o].outputs)] = 0
+        g.evictable[list(graph.ops[o].outputs)] = 0
     random = np.random.default_rng(seed)
     # No price is best on all graphs: low ones find sequences of other kinds, high ones find sequences within a tight budget.
     op_cost = max(1.0, graph.cost / max(1, len(graph.ops)))
@@ -83,18 +83,14 @@ def anneal_order(problem: Problem, order: Sequence[int], room_bytes: float, seed
 
 
 def _annealed(g: FlatGraph, settings: _Annealing, order: Sequence[int], seed: int, time_up: Flag | None) -> Resequenced:
-    ops, length = len(g.ops) - 2, len(order) + 1
+    ops, length = len(g.cost) - 1, len(order) + 1
     room = max(length, 8 * ops) + _LONGEST_CHAIN
-    sequence = np.zeros(room, dtype=np.int64)
-    sequence[:length] = [*order, ops]
-    best = np.zeros(room, dtype=np.int64)
-    values = np.zeros(len(g.values), dtype=[("live", "i8"), ("touched", "i8"), ("remade", "i8")])
-    seen = np.zeros(len(g.ops), dtype=[("first", "i8"), ("last", "i8"), ("passed", "i8")])
-    runs, trial_runs = (np.zeros(len(g.ops), dtype=np.int64) for _ in range(2))
-    trial, several = (np.zeros(room, dtype=np.int64) for _ in range(2))
-    chain = np.zeros(_LONGEST_CHAIN + 1, dtype=[("op", "i8"), ("read", "i8"), ("added", "i8")])
+    counts = (3 * [len(g.size)], 5 * [len(g.cost)], 2 * [room], 3 * [_LONGEST_CHAIN + 1])
+    ints = (np.zeros(n, dtype=np.int32) for n in itertools.chain(*counts))
     alarm = no_alarm() if time_up is None else time_up
-    work = _Work(values, seen, runs, trial_runs, trial, np.zeros(room), np.zeros(room), several, chain, alarm)
+    work = _Work(*ints, held=np.zeros(room), trial_held=np.zeros(room), time_up=alarm)
+    sequence, best = (np.zeros(room, dtype=np.int32) for _ in range(2))
+    sequence[:length] = [*order, ops]
     best_length, last_length = _anneal(g, work, settings, sequence, length, best, seeded(seed))
     return Resequenced(best[: max(0, best_length - 1)].tolist(), sequence[: last_length - 1].tolist())
 
@@ -115,15 +111,21 @@ class _Annealing(NamedTuple):
 class _Work(NamedTuple):
     """Working arrays of the kernels."""
 
-    values: npt.NDArray[Any]  # whether each is live; the last place that touches it; whether it is made again
-    ops: npt.NDArray[Any]  # first and last place of each, and the number of its computations that a pass has seen
-    runs: Ints  # computations of each op in the sequence
-    trial_runs: Ints  # the same in the trial
+    live: Ints  # whether each value is live
+    touched: Ints  # the last place that touches it
+    remade: Ints  # whether it is made again
+    first: Ints  # first and last place of each op, and the number of its computations that a pass has seen
+    last: Ints
+    passed: Ints
+    runs: Ints  # computations of each op in the sequence, and in the trial
+    trial_runs: Ints
     trial: Ints  # the sequence after a move
-    held: npt.NDArray[np.float64]  # bytes at each place of the sequence
-    trial_held: npt.NDArray[np.float64]
     several: Ints  # places whose op is computed more than once
-    chain: npt.NDArray[Any]  # ops of a depth-first search, the next input to visit, and computations to add
+    chain: Ints  # ops of a depth-first search, the next input to visit of each, and computations to add
+    next_read: Ints
+    added: Ints
+    held: Floats  # bytes at each place of the sequence, and of the trial
+    trial_held: Floats
     time_up: Flag
 
 
@@ -134,51 +136,49 @@ def _excess(g, w, sequence, length, runs, bytes_at, room, most):
     One pass from the end: a value is live before a place if the place reads it, or if it is live after the place, which does
     not make it. Fills the bytes at each place.
     """
-    for v in range(len(w.values)):
-        w.values[v].live = 0
-    for o in range(len(w.ops)):
-        w.ops[o].last = -1
+    w.live[:] = 0
+    w.last[:] = -1
     held = 0.0
     excess = 0.0
     for p in range(length - 1, -1, -1):
         o = sequence[p]
-        if w.ops[o].last < 0:
-            w.ops[o].last = p
-            w.ops[o].passed = 0
+        if w.last[o] < 0:
+            w.last[o] = p
+            w.passed[o] = 0
             if runs[o] > 1:  # the replay state, held from the first to the last computation
-                held += g.ops[o].replay
-        w.ops[o].first = p
-        w.ops[o].passed += 1
+                held += g.replay[o]
+        w.first[o] = p
+        w.passed[o] += 1
         there = held
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             v = g.writes[k]
-            if w.values[v].live:
-                held -= g.values[v].size
-                w.values[v].live = 0
+            if w.live[v]:
+                held -= g.size[v]
+                w.live[v] = 0
             else:
-                there += g.values[v].size
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+                there += g.size[v]
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             v = g.reads[k]
-            if not w.values[v].live:
-                there += g.values[v].size
-                held += g.values[v].size
-                w.values[v].live = 1
-        there += g.ops[o].workspace
+            if not w.live[v]:
+                there += g.size[v]
+                held += g.size[v]
+                w.live[v] = 1
+        there += g.workspace[o]
         bytes_at[p] = there
         if there > room:
             excess += there - room
             if excess > most:
                 return excess, False
-        if runs[o] > 1 and w.ops[o].passed == runs[o]:
-            held -= g.ops[o].replay
-    for v in range(len(w.values)):
-        if w.values[v].live:  # read before it is made
+        if runs[o] > 1 and w.passed[o] == runs[o]:
+            held -= g.replay[o]
+    for v in range(len(w.live)):
+        if w.live[v]:  # read before it is made
             return excess, False
     for k in range(len(g.ordered)):
-        if w.ops[g.ordered[k, 0]].first > w.ops[g.ordered[k, 1]].first:
+        if w.first[g.ordered[k, 0]] > w.first[g.ordered[k, 1]]:
             return excess, False
     for k in range(len(g.overwritten)):
-        if w.ops[g.overwritten[k, 0]].last > w.ops[g.overwritten[k, 1]].first:
+        if w.last[g.overwritten[k, 0]] > w.first[g.overwritten[k, 1]]:
             return excess, False
     return excess, True
 
@@ -189,21 +189,20 @@ def _without_unread(g, w, length):
 
     This is `reductions.unread.without_unread` on flat arrays, without the rules on places, which `_excess` checks.
     """
-    for v in range(len(w.values)):
-        w.values[v].live = 0
+    w.live[:] = 0
     place = len(w.trial)
     for p in range(length - 1, -1, -1):
         o = w.trial[p]
         read = False
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-            read = read or w.values[g.writes[k]].live != 0
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
+            read = read or w.live[g.writes[k]] != 0
         if not read and w.trial_runs[o] > 1:
             w.trial_runs[o] -= 1
             continue
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-            w.values[g.writes[k]].live = 0
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
-            w.values[g.reads[k]].live = 1
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
+            w.live[g.writes[k]] = 0
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
+            w.live[g.reads[k]] = 1
         place -= 1
         w.trial[place] = o
     count = len(w.trial) - place
@@ -216,7 +215,7 @@ def _without_unread(g, w, length):
 def _reads(g, o, v):
     """Whether an op reads a value."""
     reads = False
-    for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+    for k in range(g.reads_from[o], g.reads_from[o + 1]):
         reads = reads or g.reads[k] == v
     return reads
 
@@ -225,8 +224,8 @@ def _reads(g, o, v):
 def _reads_from(g, a, b):
     """Whether an op reads an output of another."""
     reads = False
-    for k in range(g.ops[a].reads, g.ops[a + 1].reads):
-        reads = reads or g.values[g.reads[k]].producer == b
+    for k in range(g.reads_from[a], g.reads_from[a + 1]):
+        reads = reads or g.producer[g.reads[k]] == b
     return reads
 
 
@@ -277,14 +276,14 @@ def _find_read(g, w, sequence, length, room, excess, random):
         if at >= length:
             continue
         o = sequence[at]
-        inputs = g.ops[o + 1].reads - g.ops[o].reads
+        inputs = g.reads_from[o + 1] - g.reads_from[o]
         if inputs == 0:
             continue
-        v = g.reads[g.ops[o].reads + int(next_random(random) * inputs)]
-        if not g.values[v].evictable:
+        v = g.reads[g.reads_from[o] + int(next_random(random) * inputs)]
+        if not g.evictable[v]:
             continue
         q = at - 1
-        while q >= p and g.values[v].producer != sequence[q] and not _reads(g, sequence[q], v):
+        while q >= p and g.producer[v] != sequence[q] and not _reads(g, sequence[q], v):
             q -= 1
         if q < p:
             return p, v, at
@@ -299,44 +298,43 @@ def _chain(g, w, sequence, length, p, value, at, random):
     no longer live at ``p``, because holding it would take up the bytes to be freed there.
     """
     # For each value: the last place that touches its newest instance before ``at``; -1 if it has none yet.
-    for v in range(len(w.values)):
-        w.values[v].touched = -1
-        w.values[v].remade = 0
+    w.touched[:] = -1
+    w.remade[:] = 0
     for q in range(length):
         o = sequence[q]
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
-            if not w.values[g.reads[k]].remade:
-                w.values[g.reads[k]].touched = q
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
+            if not w.remade[g.reads[k]]:
+                w.touched[g.reads[k]] = q
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             if q < at:
-                w.values[g.writes[k]].touched = q
+                w.touched[g.writes[k]] = q
             else:
-                w.values[g.writes[k]].remade = 1
+                w.remade[g.writes[k]] = 1
     again = next_random(random)
-    w.chain[0].op = g.values[value].producer
-    w.chain[0].read = g.ops[w.chain[0].op].reads
+    w.chain[0] = g.producer[value]
+    w.next_read[0] = g.reads_from[w.chain[0]]
     depth, count = 1, 0
     while depth > 0:
-        o = w.chain[depth - 1].op
-        k = w.chain[depth - 1].read
-        if k >= g.ops[o + 1].reads:
+        o = w.chain[depth - 1]
+        k = w.next_read[depth - 1]
+        if k >= g.reads_from[o + 1]:
             depth -= 1
-            w.chain[count].added = o
+            w.added[count] = o
             count += 1
             continue
-        w.chain[depth - 1].read = k + 1
+        w.next_read[depth - 1] = k + 1
         v = g.reads[k]
-        if w.values[v].touched >= at or not g.values[v].evictable:
+        if w.touched[v] >= at or not g.evictable[v]:
             continue
-        if next_random(random) >= (again if w.values[v].touched < p else 0.2 * again):
+        if next_random(random) >= (again if w.touched[v] < p else 0.2 * again):
             continue
         if depth + count >= len(w.chain) - 1:
             return 0
-        made = g.values[v].producer
-        for j in range(g.ops[made].writes, g.ops[made + 1].writes):  # computed once
-            w.values[g.writes[j]].touched = length
-        w.chain[depth].op = made
-        w.chain[depth].read = g.ops[made].reads
+        made = g.producer[v]
+        for j in range(g.writes_from[made], g.writes_from[made + 1]):  # computed once
+            w.touched[g.writes[j]] = length
+        w.chain[depth] = made
+        w.next_read[depth] = g.reads_from[made]
         depth += 1
     return count
 
@@ -347,11 +345,11 @@ def _anneal(g, w, settings, sequence, length, best, random):
 
     Returns the length of the best, 0 if there is none, and the length of the last.
     """
-    ops = len(w.ops)
+    ops = len(w.runs)
     cost = 0.0
     for p in range(length):
         w.runs[sequence[p]] += 1
-        cost += g.ops[sequence[p]].cost
+        cost += g.cost[sequence[p]]
     excess, _ = _excess(g, w, sequence, length, w.runs, w.held, settings.room, np.inf)
     best_cost, best_length = np.inf, 0
     if excess <= 0:
@@ -394,19 +392,19 @@ def _anneal(g, w, settings, sequence, length, best, random):
                 if count == 0 or length + count > len(best):
                     continue
                 for k in range(count):
-                    w.trial_runs[w.chain[k].added] += 1
+                    w.trial_runs[w.added[k]] += 1
             trial_length = length - gone + count
             for p in range(trial_length):
                 if p < at:
                     w.trial[p] = sequence[p]
                 elif p < at + count:
-                    w.trial[p] = w.chain[p - at].added
+                    w.trial[p] = w.added[p - at]
                 else:
                     w.trial[p] = sequence[p + gone - count]
             trial_length = _without_unread(g, w, trial_length)
             trial_cost = 0.0
             for p in range(trial_length):
-                trial_cost += g.ops[w.trial[p]].cost
+                trial_cost += g.cost[w.trial[p]]
         # The largest excess at which the move is accepted; it is drawn first, to let the pass end early.
         most = excess + (cost - trial_cost - temperature * np.log(max(next_random(random), 1e-300))) / price
         if most < 0:

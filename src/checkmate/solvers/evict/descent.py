@@ -25,7 +25,7 @@ import numpy.typing as npt
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Flag
+from checkmate.solvers.clocks import Flag
 from checkmate.solvers.evict.search import Ruin, Search
 from checkmate.solvers.evict.starts import movable_to_end
 from checkmate.solvers.flat_graph import flatten

@@ -46,10 +46,10 @@ def _first_from(places, start, stop, position):
 @inner_kernel
 def _newest_before(g, w, v, position):
     """The instance of a value that is the newest before a position, -1 if there is none."""
-    o = g.values[v].producer
-    first = w.ops[o].runs
-    k = _first_from(w.runs, first, w.ops[o + 1].runs, position)
-    return w.positions[w.runs[k - 1]].makes + g.values[v].slot if k > first else -1
+    o = g.producer[v]
+    first = w.runs_from[o]
+    k = _first_from(w.runs, first, w.runs_from[o + 1], position)
+    return w.makes[w.runs[k - 1]] + g.slot[v] if k > first else -1
 
 
 @inner_kernel
@@ -57,7 +57,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
     """The cost of making an output of an op again at position ``need_at``.
 
     Returns whether that is possible, the cost, the bytes of values that cannot be made again and would have to be held over the
-    peak instead, the number of instances evicted together (the first of ``w.listed``), and whether the walk ended early: the
+    peak instead, the number of instances evicted together (the first of ``w.group``), and whether the walk ended early: the
     cost is then a lower bound.
 
     The kernel walks up from the op. An input is free if it is live at ``need_at`` anyway, or if the code holds it from before
@@ -67,61 +67,61 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, most):
     thousands of ops for values that are never evicted.
     """
     mark = w.stamp[0]
-    need_stage = w.positions[need_at].stage
-    total = g.ops[root_op].cost
+    need_stage = w.stage[need_at]
+    total = g.cost[root_op]
     pinned = 0.0
     group = 0
-    w.stack[0].op = root_op
-    w.ops[root_op].seen = mark
+    w.stack[0] = root_op
+    w.seen_op[root_op] = mark
     depth = 1
     while depth > 0:
         if total > most:
             return True, total, pinned, group, True
         depth -= 1
-        o = w.stack[depth].op
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        o = w.stack[depth]
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             v = g.reads[k]
-            if w.values[v].seen == mark:
+            if w.seen_value[v] == mark:
                 continue
-            w.values[v].seen = mark
+            w.seen_value[v] = mark
             # Fetched from the host by then, and held afterwards.
-            if need_stage >= g.values[v].fetched_at:
+            if need_stage >= g.fetched_at[v]:
                 continue
             x = _newest_before(g, w, v, need_at)
             # Not computed before: the op is on demand, and the plan pays for its first computation in any case.
             if x < 0:
                 continue
-            made, last = w.instances[x].made, w.instances[x].last_read
+            made, last = w.made[x], w.last_read[x]
             # A later op reads this instance: it is live at ``need_at``.
             if last >= need_at:
                 continue
             # Whether the code holds the value from its last read to the stage that needs it.
-            held = next_gap(code, v, w.positions[last].stage + 1) > need_stage
+            held = next_gap(code, v, w.stage[last] + 1) > need_stage
             # Read after the peak and held afterwards: it is live at the peak in any case, and one more read is free.
             if held and last >= peak_at:
                 continue
             # Cannot be made again, at least at that stage. If the code holds the value, it only lives longer; if that is over
             # the peak, its bytes are subtracted from the gain. If the code does not hold it, nothing can bring it back.
-            p = g.values[v].producer
-            if g.ops[p].once or need_stage > g.ops[p].last_stage:
+            p = g.producer[v]
+            if g.once[p] or need_stage > g.last_stage[p]:
                 if not held:
                     return False, 0.0, 0.0, 0, False
                 if made < peak_at:
-                    pinned += g.values[v].size
+                    pinned += g.size[v]
                 continue
             # Its last read is before the peak, but the eviction gives it a new reader, for which the code would hold it over the
             # peak. It is evicted with the value and computed again too: a chain of cheap ops is evicted as a whole.
             if held and made < peak_at:
-                w.listed[group] = x
+                w.group[group] = x
                 group += 1
             # Made between the peak and the read: holding it longer costs nothing at the peak.
             elif held:
                 continue
             # An op with several outputs is paid once.
-            if w.ops[p].seen != mark:
-                w.ops[p].seen = mark
-                total += g.ops[p].cost
-                w.stack[depth].op = p
+            if w.seen_op[p] != mark:
+                w.seen_op[p] = mark
+                total += g.cost[p]
+                w.stack[depth] = p
                 depth += 1
     return True, total, pinned, group, False
 
@@ -132,28 +132,28 @@ def _price(g, w, code, x, at, excess, exponent, most):
 
     Returns whether anything is gained, the score (cost per byte of excess relieved, lower is better), the bytes freed at the
     peak, the last position before it that makes or reads the value, the number of instances evicted together (the first of
-    ``w.listed``), and whether the score is only a lower bound.
+    ``w.group``), and whether the score is only a lower bound.
     """
-    stage, v = w.positions[at].stage, w.instances[x].value
-    first, stop = w.instances[x].uses, w.instances[x + 1].uses
+    stage, v = w.stage[at], w.value[x]
+    first, stop = w.uses_from[x], w.uses_from[x + 1]
     use = _first_from(w.uses, first, stop, at)
-    touch = w.uses[use - 1] if use > first else w.instances[x].made
+    touch = w.uses[use - 1] if use > first else w.made[x]
     # The op at the peak reads it.
     if use >= stop or w.uses[use] == at:
         return False, 0.0, 0.0, 0, 0, False
     need_at = w.uses[use]
-    need_stage = w.positions[need_at].stage
-    p = g.values[v].producer
+    need_stage = w.stage[need_at]
+    p = g.producer[v]
     # Within a stage nothing is dropped: a value touched and read in the stage of the peak stays. An op whose inputs are
     # overwritten by the next read cannot run again.
-    if (w.positions[touch].stage == stage and need_stage == stage) or need_stage > g.ops[p].last_stage:
+    if (w.stage[touch] == stage and need_stage == stage) or need_stage > g.last_stage[p]:
         return False, 0.0, 0.0, 0, 0, False
-    duration = max(1, w.positions[need_at].over - w.positions[touch + 1].over) ** exponent if exponent > 0 else 1.0
+    duration = max(1, w.over[need_at] - w.over[touch + 1]) ** exponent if exponent > 0 else 1.0
     # Bytes beyond the excess count nothing: otherwise large values would win although a small one is enough.
-    benefit = min(g.values[v].size, excess) * duration
+    benefit = min(g.size[v], excess) * duration
     w.stamp[0] += 1
     possible, cost, pinned, group, partial = _remake_cost(g, w, code, p, at, need_at, most * benefit)
-    gain = g.values[v].size - pinned
+    gain = g.size[v] - pinned
     if not possible or (gain <= 0 and not partial):
         return False, 0.0, 0.0, 0, 0, False
     if not partial:
@@ -168,7 +168,7 @@ def _evict(w, code, value, last_touch, peak_stage):
 
     If the touch is in the stage of the peak, the value is dropped in the next stage: within a stage no value is dropped.
     """
-    start = w.positions[last_touch].stage + 1
+    start = w.stage[last_touch] + 1
     return add_interval(code, value, start, max(start, peak_stage))
 
 
@@ -192,23 +192,23 @@ def _sink(heap, k, count):
 @inner_kernel
 def _index(g, w, length, budget):
     """Fill the positions at which each op runs, and the number of positions over the budget before each position."""
-    ops = len(w.ops)
+    ops = len(w.runs_from)
     for o in range(ops):
-        w.ops[o].runs = 0
-    w.positions[0].over = 0
+        w.runs_from[o] = 0
+    w.over[0] = 0
     for p in range(length):
-        w.ops[w.positions[p].op + 1].runs += 1
-        w.positions[p + 1].over = w.positions[p].over + (1 if w.positions[p].held > budget else 0)
+        w.runs_from[w.op[p] + 1] += 1
+        w.over[p + 1] = w.over[p] + (1 if w.held[p] > budget else 0)
     for o in range(1, ops):
-        w.ops[o].runs += w.ops[o - 1].runs
+        w.runs_from[o] += w.runs_from[o - 1]
     # Filled from the back: afterwards the entry after each op is the start of the op's row, not the end.
     for p in range(length - 1, -1, -1):
-        o = w.positions[p].op
-        w.ops[o + 1].runs -= 1
-        w.runs[w.ops[o + 1].runs] = p
+        o = w.op[p]
+        w.runs_from[o + 1] -= 1
+        w.runs[w.runs_from[o + 1]] = p
     for o in range(ops - 1):
-        w.ops[o].runs = w.ops[o + 1].runs
-    w.ops[ops - 1].runs = length
+        w.runs_from[o] = w.runs_from[o + 1]
+    w.runs_from[ops - 1] = length
 
 
 @kernel
@@ -224,13 +224,13 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
     _index(g, w, length, settings.budget)
     heap = w.candidates
     exponent = settings.duration_exponent
-    stage = w.positions[at].stage
+    stage = w.stage[at]
     enough = excess * (1.0 - settings.batch_fraction)
     count = 0
-    for v in range(len(g.values)):
+    for v in range(len(g.size)):
         x = _newest_before(g, w, v, at)
         # Dead at the peak, or read there for the last time: an eviction gains nothing.
-        if g.values[v].evictable and x >= 0 and w.instances[x].last_read > at and w.time_up[0] == 0:
+        if g.evictable[v] and x >= 0 and w.last_read[x] > at and w.time_up[0] == 0:
             gains, score, _, _, _, _ = _price(g, w, code, x, at, excess, exponent, 0.0)
             if gains:
                 # The noise of a candidate is drawn once: if each price had new noise, the comparison with the stored score would
@@ -258,8 +258,8 @@ def evict_at_peak(g, w, code, length, at, excess, settings, random):
             if gains:
                 fits = _evict(w, code, v, touch, stage)
                 for k in range(group):
-                    x = w.listed[k]
-                    fits = _evict(w, code, w.instances[x].value, w.instances[x].last_read, stage) and fits
+                    x = w.group[k]
+                    fits = _evict(w, code, w.value[x], w.last_read[x], stage) and fits
                 if not fits:
                     return False
                 excess -= relieved

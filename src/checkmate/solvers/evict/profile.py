@@ -5,8 +5,8 @@ values on demand, and then one target op for the first time. The code is the com
 Moccasin (Bartan et al. 2023): there each interval is a variable of a constraint program; here the empty code is the
 plan that keeps everything, and every code can be decoded into a plan. A local search therefore never leaves the feasible set.
 
-A code is an array of int32, shape ``[value, interval + 1, 2]``: ``code[v, 0, 0]`` is the number of intervals of value v and
-``code[v, k]`` the first and the last stage of the k-th, from 1 on. Intervals ascend and do not touch. A value that an op reads
+A code is an array of int32, shape ``[interval + 1, 2, value]``: ``code[0, 0, v]`` is the number of intervals of value v and
+``code[k, :, v]`` the first and the last stage of the k-th, from 1 on. Intervals ascend and do not touch. A value that an op reads
 within an interval is computed again for that stage alone.
 
 In all kernels of this package ``g`` is a `FlatGraph`, ``w`` a `Scratch` and ``code`` a code. Kernels that Python calls return
@@ -24,53 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
-from checkmate.solvers.flat_graph import FlatGraph
-
-Code = npt.NDArray[np.int32]
-Records = npt.NDArray[Any]
-
-FAR = 1 << 30
-"""A stage after all others; fits int32."""
-
-_VALUE = np.dtype(
-    [
-        ("live", "i4"),  # whether the value is held while decoding
-        ("touched_at", "i4"),  # stage that last read or made it, or -1
-        ("newest", "i4"),  # its newest instance
-        ("seen", "i4"),  # stamp of the last price that visited it
-    ]
-)
-_OP = np.dtype(
-    [
-        ("computed_at", "i4"),  # stage that last computed it, or -1
-        ("first_run", "i4"),  # first position of an op with a replay state, or -1
-        ("last_run", "i4"),
-        ("runs", "i4"),  # start of its positions in `Scratch.runs`
-        ("seen", "i4"),  # stamp of the last price that visited it
-    ]
-)
-_POSITION = np.dtype(
-    [
-        ("held", "f8"),  # bytes held while its op runs, resident ones left out
-        ("released", "f8"),  # bytes freed before it
-        ("op", "i4"),
-        ("stage", "i4"),
-        ("reads", "i4"),  # start of its inputs in `Scratch.reads`
-        ("makes", "i4"),  # first instance made
-        ("over", "i4"),  # number of earlier positions that are over the budget
-    ],
-    align=True,
-)
-_INSTANCE = np.dtype(
-    [
-        ("value", "i4"),
-        ("made", "i4"),  # position that makes it
-        ("last_read", "i4"),  # last position that reads it; ``made`` if none does
-        ("uses", "i4"),  # start of its readers in `Scratch.uses`
-    ]
-)
+from checkmate.solvers.clocks import Flag, no_alarm
+from checkmate.solvers.flat_graph import NEVER, FlatGraph, Ints
 
 
 class Scratch(NamedTuple):
@@ -79,19 +35,42 @@ class Scratch(NamedTuple):
     A *position* is an index into the decoded sequence; an *instance* numbers the values made along it.
     """
 
-    values: Records
-    ops: Records  # plus one, which ends the last row
-    positions: Records
-    instances: Records
-    reads: Code  # instances read, position after position
-    uses: Code  # positions that read each instance, ascending
-    runs: Code  # positions at which each op runs, ascending
-    first_drop: Code  # first entry in `drops` of the values that are dropped when a stage begins, or -1; shape [stage + 1]
-    drops: Records  # value, and the next entry of the same list
-    stack: Records  # ops of a depth-first search, and the next input to visit
-    listed: Code  # values that a stage has touched; instances that are evicted together
-    candidates: Records  # a heap of values that may be evicted
-    stamp: Code  # number of the current price, in one entry; it saves clearing ``seen``
+    # Of each value: whether it is held while decoding, the next value that the same stage drops, its newest instance, and the
+    # stamp of the last price that visited it.
+    live: Ints
+    next_drop: Ints
+    newest: Ints
+    seen_value: Ints
+    # Of each op, plus one that ends the last row: its first and last position, first -1 if it has none; the start of its
+    # positions in `runs`; and the stamp of the last price that visited it.
+    first_run: Ints
+    last_run: Ints
+    runs_from: Ints
+    seen_op: Ints
+    # Of each position: its op and stage, the start of its inputs in `reads`, the first instance that it makes, and the number of
+    # earlier positions that are over the budget.
+    op: Ints
+    stage: Ints
+    reads_from: Ints
+    makes: Ints
+    over: Ints
+    # Of each instance: its value, the position that makes it, the last position that reads it (`made` if none does), and the
+    # start of its readers in `uses`.
+    value: Ints
+    made: Ints
+    last_read: Ints
+    uses_from: Ints
+    held: npt.NDArray[np.float64]  # bytes held while the op of each position runs, resident ones left out
+    released: npt.NDArray[np.float64]  # bytes freed before each position
+    reads: Ints  # instances read, position after position
+    uses: Ints  # positions that read each instance, ascending
+    runs: Ints  # positions at which each op runs, ascending
+    first_drop: Ints  # first of the values that are dropped when a stage begins, or -1; shape [stage]
+    stack: Ints  # ops of a depth-first search
+    next_read: Ints  # next input of each of these ops
+    group: Ints  # instances that are evicted together
+    candidates: npt.NDArray[Any]  # a heap of values that may be evicted
+    stamp: Ints  # number of the current price, in one entry; it saves clearing the stamps
     time_up: Flag  # not 0 when kernels must end at once
 
 
@@ -101,24 +80,26 @@ def build_scratch(g: FlatGraph, time_up: Flag | None = None) -> Scratch:
     The longest plan in ``benchmarks/solvers.py`` has 8.6 computations per op, for a unit chain of 32 layers at 3 % of its
     range of budgets; the next longest has 4.6. Plans of small graphs have the most per op, hence the 64.
     """
-    ops, values = len(g.ops), len(g.values)
+    ops, values = len(g.reads_from), len(g.size)
     length, reads, instances = (8 * n + 64 for n in (ops, len(g.reads), values))
 
-    def ints(n: int) -> Code:
+    def ints(n: int) -> Ints:
         return np.zeros(n, dtype=np.int32)
 
     return Scratch(
-        values=np.zeros(values, dtype=_VALUE),
-        ops=np.zeros(ops + 1, dtype=_OP),
-        positions=np.zeros(length + 3, dtype=_POSITION),
-        instances=np.zeros(instances + 2, dtype=_INSTANCE),
+        *(ints(values) for _ in range(4)),
+        *(ints(ops) for _ in range(4)),
+        *(ints(length + 1) for _ in range(5)),
+        *(ints(instances + 1) for _ in range(4)),
+        held=np.zeros(length + 1),
+        released=np.zeros(length + 1),
         reads=ints(reads),
         uses=ints(reads),
-        runs=ints(length + 2),
-        first_drop=ints(len(g.targets) + 1),
-        drops=np.zeros(reads + instances, dtype=[("value", "i4"), ("next", "i4")]),
-        stack=np.zeros(ops + 8, dtype=[("op", "i4"), ("read", "i4")]),
-        listed=ints(values + 8),
+        runs=ints(length),
+        first_drop=ints(len(g.targets)),
+        stack=ints(ops),
+        next_read=ints(ops),
+        group=ints(values),
         candidates=np.zeros(values, dtype=[("score", "f8"), ("noise", "f8"), ("value", "i8")]),
         stamp=ints(1),
         time_up=no_alarm() if time_up is None else time_up,
@@ -153,11 +134,11 @@ def next_random(state):
 
 @inner_kernel
 def next_gap(code, value, stage):
-    """First stage from ``stage`` on at which a value is not held, or `FAR`."""
-    for k in range(1, code[value, 0, 0] + 1):
-        if code[value, k, 1] >= stage:
-            return max(code[value, k, 0], stage)
-    return FAR
+    """First stage from ``stage`` on at which a value is not held, or `NEVER`."""
+    for k in range(1, code[0, 0, value] + 1):
+        if code[k, 1, value] >= stage:
+            return max(code[k, 0, value], stage)
+    return NEVER
 
 
 @kernel
@@ -168,7 +149,7 @@ def add_interval(code, value, start, stop):
     """
     if start > stop:
         return True
-    row = code[value]
+    row = code[:, :, value]
     kept = 0
     for k in range(1, row[0, 0] + 1):
         a, b = row[k, 0], row[k, 1]
@@ -191,108 +172,107 @@ def add_interval(code, value, start, stop):
 
 @inner_kernel
 def _decode(g, w, code):
-    """Fill the ops, stages, reads and instances of the positions; returns their number, and the number of instances.
+    """Fill the ops and stages of the positions; returns their number.
 
     The number is 0 if the code has no plan: the sequence is longer than the arrays, or an op would have to run again that may
     not. These are the frontier-advancing stages of Jain et al. (2020), section 4: R is found from the evictions instead of
     being a variable. Within a stage an op is computed at most once, right before its first reader in the stage: the stack is
     a path of the DAG and has no op twice, and values that a stage has made stay live to its end.
 
-    The time is proportional to the number of reads in the sequence; visiting all values in each stage would make it quadratic.
-    Therefore a value that is read or made is listed at the next stage at which the code drops it.
+    The time is proportional to the number of reads in the sequence, because a value that is made is listed at the next stage at
+    which the code drops it. If it is made in an interval of absence, this is the next stage: it is made for one stage alone.
     """
     stages = len(g.targets)
-    for v in range(len(w.values)):
-        w.values[v].live = 0
-        w.values[v].touched_at = -1
-    for o in range(len(w.ops)):
-        w.ops[o].computed_at = -1
-        w.ops[o].first_run = -1
+    w.live[:] = 0
+    w.first_run[:] = -1
     w.first_drop[:] = -1
-    drops, length, reads, instances = 0, 0, 0, 0
+    length = 0
     for t in range(stages):
-        d = w.first_drop[t]
-        while d >= 0:
-            w.values[w.drops[d].value].live = 0
-            d = w.drops[d].next
+        v = w.first_drop[t]
+        while v >= 0:
+            w.live[v] = 0
+            v = w.next_drop[v]
         # A depth-first search with an explicit stack, because chains of missing values are deeper than a call stack. An op stays
         # on the stack, with its place in its list of inputs, until all its inputs are live.
-        touched = 0
         depth = 1
-        w.stack[0].op = g.targets[t]
-        w.stack[0].read = g.ops[g.targets[t]].reads
+        w.stack[0] = g.targets[t]
+        w.next_read[0] = g.reads_from[g.targets[t]]
         while depth > 0:
-            o = w.stack[depth - 1].op
-            k = w.stack[depth - 1].read
-            if k < g.ops[o + 1].reads:
-                w.stack[depth - 1].read = k + 1
-                v = g.reads[k]
-                if not w.values[v].live:
-                    p = g.values[v].producer
-                    # An op's first computation is always allowed: the order of the targets keeps the graph's rules about it.
-                    again = w.ops[p].computed_at >= 0
-                    if (again and (g.ops[p].once or t > g.ops[p].last_stage)) or depth >= len(w.stack):
-                        return 0, 0
-                    w.stack[depth].op = p
-                    w.stack[depth].read = g.ops[p].reads
-                    depth += 1
-                    continue
-                if w.values[v].touched_at != t:
-                    w.values[v].touched_at = t
-                    w.listed[touched] = v
-                    touched += 1
+            o = w.stack[depth - 1]
+            k = w.next_read[depth - 1]
+            stop = g.reads_from[o + 1]
+            while k < stop and w.live[g.reads[k]]:
+                k += 1
+            if k < stop:
+                p = g.producer[g.reads[k]]
+                # An op's first computation is always allowed: the order of the targets keeps the graph's rules about it.
+                if w.first_run[p] >= 0 and (g.once[p] or t > g.last_stage[p]):
+                    return 0
+                w.next_read[depth - 1] = k + 1
+                w.stack[depth] = p
+                w.next_read[depth] = g.reads_from[p]
+                depth += 1
                 continue
             depth -= 1
-            if (
-                length + 3 >= len(w.positions)
-                or reads + g.ops[o + 1].reads - g.ops[o].reads >= len(w.reads)
-                or instances + g.ops[o + 1].writes - g.ops[o].writes + 2 >= len(w.instances)
-            ):
-                return 0, 0
-            w.positions[length].op = o
-            w.positions[length].stage = t
-            w.positions[length].reads = reads
-            w.positions[length].makes = instances
-            for k in range(g.ops[o].reads, g.ops[o + 1].reads):
-                x = w.values[g.reads[k]].newest
-                w.instances[x].last_read = length  # positions ascend: the last one written is the last read
-                w.instances[x + 1].uses += 1
-                w.reads[reads] = x
-                reads += 1
-            for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-                v = g.writes[k]
-                # An output that is never read is freed right after its op; END reads the kept values.
-                w.values[v].newest = instances
-                w.instances[instances].value = v
-                w.instances[instances].made = w.instances[instances].last_read = length
-                w.instances[instances + 1].uses = 0
-                instances += 1
-                w.values[v].live = 1
-                if w.values[v].touched_at != t:
-                    w.values[v].touched_at = t
-                    w.listed[touched] = v
-                    touched += 1
-            w.ops[o].computed_at = t
-            if w.ops[o].first_run < 0:
-                w.ops[o].first_run = length
-            w.ops[o].last_run = length
+            if length + 1 >= len(w.op):
+                return 0
+            w.op[length] = o
+            w.stage[length] = t
+            if w.first_run[o] < 0:
+                w.first_run[o] = length
+            w.last_run[o] = length
             length += 1
-        # Only touched values can have a new next drop, so the lists grow with the reads. All values that the stage touched are
-        # live now. A value touched in an interval of absence was computed for this stage alone, and the next stage of the
-        # interval drops it.
-        for k in range(touched):
-            v = w.listed[k]
-            gap = next_gap(code, v, t + 1)
-            if gap < stages:
-                if drops >= len(w.drops):
-                    return 0, 0
-                w.drops[drops].value = v
-                w.drops[drops].next = w.first_drop[gap]
-                w.first_drop[gap] = drops
-                drops += 1
-    w.positions[length].reads = reads
-    w.positions[length].makes = instances
-    return length, instances
+            for k in range(g.writes_from[o], g.writes_from[o + 1]):
+                v = g.writes[k]
+                if not w.live[v]:
+                    w.live[v] = 1
+                    gap = next_gap(code, v, t + 1)
+                    if gap < stages:
+                        w.next_drop[v] = w.first_drop[gap]
+                        w.first_drop[gap] = v
+    return length
+
+
+@inner_kernel
+def _link(g, w, length):
+    """Fill the reads, uses and instances of the positions; returns the number of instances, or -1 if the arrays are too short."""
+    reads, instances = 0, 0
+    w.uses_from[0] = 0
+    for p in range(length):
+        o = w.op[p]
+        w.reads_from[p] = reads
+        w.makes[p] = instances
+        if reads + g.reads_from[o + 1] - g.reads_from[o] > len(w.reads) or instances + g.writes_from[o + 1] - g.writes_from[
+            o
+        ] >= len(w.value):
+            return -1
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
+            x = w.newest[g.reads[k]]
+            w.last_read[x] = p  # positions ascend: the last one written is the last read
+            w.uses_from[x + 1] += 1
+            w.reads[reads] = x
+            reads += 1
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
+            # An output that is never read is freed right after its op; END reads the kept values.
+            w.newest[g.writes[k]] = instances
+            w.value[instances] = g.writes[k]
+            w.made[instances] = w.last_read[instances] = p
+            w.uses_from[instances + 1] = 0
+            instances += 1
+    w.reads_from[length] = reads
+    w.makes[length] = instances
+    # Readers of each instance in the order of positions, by counting sort: ends first, then rows filled from the back.
+    for x in range(instances):
+        w.uses_from[x + 1] += w.uses_from[x]
+    for p in range(length - 1, -1, -1):
+        for k in range(w.reads_from[p], w.reads_from[p + 1]):
+            x = w.reads[k]
+            w.uses_from[x + 1] -= 1
+            w.uses[w.uses_from[x + 1]] = p
+    for x in range(instances):
+        w.uses_from[x] = w.uses_from[x + 1]
+    w.uses_from[instances] = reads
+    return instances
 
 
 @kernel
@@ -303,25 +283,14 @@ def profile(g, w, code):
     last read, as in `Plan.from_order` and `simulate`. Every plan goes through these before it is offered, therefore an error
     here can only lose plans. Peaks exclude the resident bytes.
     """
-    w.instances[0].uses = 0
-    length, instances = _decode(g, w, code)
-    if length == 0:
+    length = _decode(g, w, code)
+    instances = _link(g, w, length)
+    if length == 0 or instances < 0:
         return 0, 0.0, 0.0, 0
-    # Readers of each instance in the order of positions, by counting sort: ends first, then rows filled from the back.
+    for p in range(length + 1):
+        w.released[p] = 0.0
     for x in range(instances):
-        w.instances[x + 1].uses += w.instances[x].uses
-    for p in range(length - 1, -1, -1):
-        for k in range(w.positions[p].reads, w.positions[p + 1].reads):
-            x = w.reads[k]
-            w.instances[x + 1].uses -= 1
-            w.uses[w.instances[x + 1].uses] = p
-    for x in range(instances):
-        w.instances[x].uses = w.instances[x + 1].uses
-    w.instances[instances].uses = w.positions[length].reads
-    for p in range(length + 2):
-        w.positions[p].released = 0.0
-    for x in range(instances):
-        w.positions[w.instances[x].last_read + 1].released += g.values[w.instances[x].value].size
+        w.released[w.last_read[x] + 1] += g.size[w.value[x]]
     cost = 0.0
     held = 0.0
     peak = -1.0
@@ -330,17 +299,17 @@ def profile(g, w, code):
     # then outputs are added. If an op is computed several times, its replay state is held from the first to the last
     # computation.
     for p in range(length):
-        o = w.positions[p].op
-        cost += g.ops[o].cost
-        held -= w.positions[p].released
-        for x in range(w.positions[p].makes, w.positions[p + 1].makes):
-            held += g.values[w.instances[x].value].size
-        if w.ops[o].last_run > w.ops[o].first_run == p:
-            held += g.ops[o].replay
-            w.positions[w.ops[o].last_run + 1].released += g.ops[o].replay
-        w.positions[p].held = held + g.ops[o].workspace
-        if w.positions[p].held > peak:
-            peak = w.positions[p].held
+        o = w.op[p]
+        cost += g.cost[o]
+        held -= w.released[p]
+        for x in range(w.makes[p], w.makes[p + 1]):
+            held += g.size[w.value[x]]
+        if w.last_run[o] > w.first_run[o] == p:
+            held += g.replay[o]
+            w.released[w.last_run[o] + 1] += g.replay[o]
+        w.held[p] = held + g.workspace[o]
+        if w.held[p] > peak:
+            peak = w.held[p]
             at = p
     return length, cost, peak, at
 
@@ -365,9 +334,9 @@ def encode(g, stage, order, work, code):
         stages[p] = t
     for p in range(len(order)):
         o, t = order[p], stages[p]
-        for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+        for k in range(g.reads_from[o], g.reads_from[o + 1]):
             touched[g.reads[k]] = t
-        for k in range(g.ops[o].writes, g.ops[o + 1].writes):
+        for k in range(g.writes_from[o], g.writes_from[o + 1]):
             v = g.writes[k]
             # Made again: it was not held since it was last read or made.
             if touched[v] >= 0:

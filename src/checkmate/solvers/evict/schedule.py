@@ -16,8 +16,8 @@ import numpy as np
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import inner_kernel, kernel
+from checkmate.solvers.clocks import Flag, no_alarm
 from checkmate.solvers.evict.profile import next_random, seeded
 from checkmate.solvers.flat_graph import Ints, flatten, rows
 from checkmate.solvers.reductions.fold_views import reads_with_storage
@@ -40,16 +40,16 @@ def low_order(problem: Problem, seed: int, time_up: Flag | None = None) -> list[
             after[p].append(o)
     work = _Work(
         *rows(after),
-        waits_for=np.array([len(above) for above in before], dtype=np.int64),
-        readers=np.bincount(g.reads[:-1], minlength=len(g.values)),  # END is a reader: kept values are never freed
-        waits=np.zeros(count, dtype=np.int64),
-        left=np.zeros(len(g.values), dtype=np.int64),
-        ready=np.zeros(count, dtype=np.int64),
-        order=np.zeros(count, dtype=np.int64),
+        waits_for=np.array([len(above) for above in before], dtype=np.int32),
+        readers=np.bincount(g.reads[:-1], minlength=len(g.size)).astype(np.int32),  # END is a reader: kept values are never freed
+        waits=np.zeros(count, dtype=np.int32),
+        left=np.zeros(len(g.size), dtype=np.int32),
+        ready=np.zeros(count, dtype=np.int32),
+        order=np.zeros(count, dtype=np.int32),
         time_up=no_alarm() if time_up is None else time_up,
     )
     tries = max(1, min(300, 300_000_000 // max(1, count * count)))  # less than a second even in the worst case
-    best = np.arange(count, dtype=np.int64)
+    best = np.arange(count, dtype=np.int32)
     peak = lowest_peak(g, work, tries, seeded(seed), best)
     own = simulate(graph, Plan.from_order(graph, range(count))).peak_bytes - graph.resident_bytes
     return best.tolist() if peak < 0.99 * own else list(range(count))
@@ -73,17 +73,17 @@ class _Work(NamedTuple):
 def _bytes_of(g, w, o):
     """Bytes that an op makes, bytes that it frees, and a part of the bytes that other ops will read too."""
     made, freed, shared = 0.0, 0.0, 0.0
-    for k in range(g.ops[o].writes, g.ops[o + 1].writes):
-        size = g.values[g.writes[k]].size
+    for k in range(g.writes_from[o], g.writes_from[o + 1]):
+        size = g.size[g.writes[k]]
         made += size
         if w.readers[g.writes[k]] == 0:
             freed += size
-    for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+    for k in range(g.reads_from[o], g.reads_from[o + 1]):
         v = g.reads[k]
         if w.left[v] == 1:
-            freed += g.values[v].size
+            freed += g.size[v]
         else:
-            shared += g.values[v].size / w.left[v]
+            shared += g.size[v] / w.left[v]
     return made, freed, shared
 
 
@@ -131,9 +131,9 @@ def lowest_peak(g, w, tries, random, best_order):
             w.ready[chosen] = w.ready[many]
             w.order[place] = o
             made, freed, _ = _bytes_of(g, w, o)
-            peak = max(peak, held + made + g.ops[o].workspace)
+            peak = max(peak, held + made + g.workspace[o])
             held += made - freed
-            for k in range(g.ops[o].reads, g.ops[o + 1].reads):
+            for k in range(g.reads_from[o], g.reads_from[o + 1]):
                 w.left[g.reads[k]] -= 1
             for k in range(w.after_start[o], w.after_start[o + 1]):
                 w.waits[w.after[k]] -= 1

@@ -15,11 +15,12 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.alarm import Flag
+from checkmate.solvers.clocks import Flag
 from checkmate.solvers.evict.price import Repair, evict_at_peak, repair
-from checkmate.solvers.evict.profile import Code, build_scratch, encode, profile, seeded
+from checkmate.solvers.evict.profile import build_scratch, encode, profile, seeded
 from checkmate.solvers.flat_graph import FlatGraph, Ints, Move, flatten, with_stages
 
 _ATTEMPTS: Final = (
@@ -78,14 +79,14 @@ class Search:
         self._on_demand = on_demand
         self._time_up = time_up
         self._given = given = flatten(problem) if given is None else given
-        listed = np.arange(len(problem.graph.ops)) if order is None else np.array(order, dtype=np.int64)
+        listed = np.array(range(len(problem.graph.ops)) if order is None else order, dtype=np.int32)
         self._first_reader = len(problem.graph.ops) + 1 + len(moves)
         stages, self._readers = _list_stages(given, listed, self._first_reader)
         # A stage that only reads a value is coded like a move that does not fetch.
         moved = [*(move.value for move in moves), *(reader.value for reader in self._readers)]
         fetches = np.zeros(len(moved), dtype=np.bool_)
         fetches[: len(moves)] = [move.fetches for move in moves]
-        self.flat: Any = with_stages(given, stages, sorted(on_demand), np.array(moved, dtype=np.int64), fetches)
+        self.flat: Any = with_stages(given, stages, sorted(on_demand), np.array(moved, dtype=np.int32), fetches)
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._attempts = 0
@@ -105,9 +106,9 @@ class Search:
         targets = self.flat.targets[:-1]
         return targets[targets < self._first_reader].tolist()
 
-    def empty_code(self) -> Code:
+    def empty_code(self) -> Ints:
         """A code that holds everything, with room for 24 intervals of a value."""
-        return np.zeros((len(self.flat.values), 25, 2), dtype=np.int32)
+        return np.zeros((25, 2, len(self.flat.size)), dtype=np.int32)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Search for another budget (resident bytes included) from now on, and forget the best plan so far."""
@@ -133,7 +134,7 @@ class Search:
             self._repair(exponent, 0.0 if k < len(attempts) else 0.2 + 0.05 * (k // len(attempts)), batch)
         return math.isfinite(self.best_cost)
 
-    def start_from(self, code: Code) -> bool:
+    def start_from(self, code: Ints) -> bool:
         """Repair a copy of a code, one value at a time; returns whether it gives a new best plan."""
         self._trial[:] = code
         return self._repair(0.3, 0.0, 0.0)
@@ -165,7 +166,7 @@ class Search:
         before = self.best_cost
         current, cost, done = self._best.copy(), before, 0
         while done < decodes and 0 < self.best_cost < math.inf and not out_of_time():
-            evicted = np.flatnonzero(current[:, 0, 0])
+            evicted = np.flatnonzero(current[0, 0])
             if not len(evicted):  # the plan computes every op once
                 break
             # Clearing intervals gives a plan that costs less and holds more than the current one; the repair starts from it.
@@ -177,7 +178,7 @@ class Search:
             threshold = self.best_cost * temperature * (1 - done / decodes) * draw()
             settings = Repair(
                 self._budget, 0.25 * int(5 * draw()), 0.3 if draw() < 0.5 else 0.05, 0.5 * int(3 * draw()), cost + threshold,
-                200 + len(current),
+                200 + len(self.flat.size),
             )  # fmt: skip
             found, found_cost, _, decoded = repair(self.flat, self._scratch, self._trial, settings, self._noise)
             done += decoded
@@ -189,7 +190,7 @@ class Search:
         return self.best_cost < before
 
     def relieve(
-        self, code: Code, exponent: float, noise: float, batch: float, ruin: Ruin | None = None
+        self, code: Ints, exponent: float, noise: float, batch: float, ruin: Ruin | None = None
     ) -> tuple[float, list[int]]:
         """Evict at the peaks over the budget until only stages exceed it at which nothing can be evicted.
 
@@ -197,54 +198,51 @@ class Search:
         excess is infinite if there is no plan. Works on a copy of the code, some of which is cleared first.
         """
         self._trial[:] = code
-        evicted = np.flatnonzero(code[:, 0, 0])
+        evicted = np.flatnonzero(code[0, 0])
         if ruin is not None and len(evicted):
             self._ruin(self._trial, evicted, ruin)
         settings = self._settings(exponent, noise, batch)
-        positions, end = self._scratch.positions, len(self.problem.graph.ops)
+        w, end = self._scratch, len(self.problem.graph.ops)
         stuck = np.zeros(len(self.flat.targets), dtype=np.bool_)
         least, best = math.inf, list[int]()
         for _ in range(settings.rounds + 1):
-            length = profile(self.flat, self._scratch, self._trial)[0]
-            decoded = positions[:length]
-            over = decoded["held"] - self._budget
-            excess = float(over[(over > 0) & (decoded["op"] < end)].sum())  # END and stages that only read are no computations
+            length = profile(self.flat, w, self._trial)[0]
+            over = w.held[:length] - self._budget
+            excess = float(over[(over > 0) & (w.op[:length] < end)].sum())  # END and stages that only read are no computations
             if length and excess < least:
                 least, best = excess, self._ops(length)
-            over[stuck[decoded["stage"]]] = 0
+            over[stuck[w.stage[:length]]] = 0
             at = int(over.argmax()) if length else 0
-            if not length or over[at] <= 0 or self._scratch.time_up[0]:
+            if not length or over[at] <= 0 or w.time_up[0]:
                 break
-            stage = int(decoded["stage"][at])
-            stuck[stage] = not evict_at_peak(
-                self.flat, self._scratch, self._trial, length, at, float(over[at]), settings, self._noise
-            )
+            evicted = evict_at_peak(self.flat, w, self._trial, length, at, float(over[at]), settings, self._noise)
+            stuck[w.stage[at]] = not evicted
         return least, best
 
     def order(self) -> list[int]:
         """Ops of the best plan, without END."""
         return self.realise(self._best)
 
-    def realise(self, code: Code) -> list[int]:
+    def realise(self, code: Ints) -> list[int]:
         """Ops of a code's plan at any peak; none if an op that may run only once would have to run twice."""
         return self.order_and_peak(code)[0]
 
-    def order_and_peak(self, code: Code | None = None) -> tuple[list[int], int]:
+    def order_and_peak(self, code: Ints | None = None) -> tuple[list[int], int]:
         """Ops (without END) and peak (with resident bytes) of the plan of a code, by default the best one."""
         length, _, peak, _ = profile(self.flat, self._scratch, self._best if code is None else code)
         return self._ops(length), int(peak) + self.problem.graph.resident_bytes
 
-    def code_of(self, order: Sequence[int]) -> Code:
+    def code_of(self, order: Sequence[int]) -> Ints:
         """The code that drops a value between the last touch of an instance and the computation of the next.
 
         Exact if the order consists of stages with these targets; else other ops of a stage may be computed at another place in
         the stage, and the repair corrects the bytes.
         """
-        code, placed = self.empty_code(), np.array(self._with_readers(list(order)), dtype=np.int64)
-        stage = np.full(len(self.flat.ops), -1, dtype=np.int64)
+        code, placed = self.empty_code(), np.array(self._with_readers(list(order)), dtype=np.int32)
+        stage = np.full(len(self.flat.cost), -1, dtype=np.int32)
         stage[self.flat.targets] = np.arange(len(self.flat.targets))
-        longest = max(len(stage), len(self.flat.values), len(placed))
-        encode(self.flat, stage, placed, np.empty((3, longest), dtype=np.int64), code)
+        longest = max(len(stage), len(self.flat.size), len(placed))
+        encode(self.flat, stage, placed, np.empty((3, longest), dtype=np.int32), code)
         return code
 
     def _with_readers(self, order: list[int]) -> list[int]:
@@ -270,10 +268,10 @@ class Search:
 
     def _ops(self, length: int) -> list[int]:
         """Ops of the decoded sequence, without END and the stages that only read."""
-        sequence = self._scratch.positions["op"][: max(0, length - 1)]
+        sequence = self._scratch.op[: max(0, length - 1)]
         return sequence[sequence < self._first_reader].tolist()
 
-    def _ruin(self, code: Code, evicted: Ints, ruin: Ruin) -> None:
+    def _ruin(self, code: Ints, evicted: npt.NDArray[np.intp], ruin: Ruin) -> None:
         """Clear some intervals: of values drawn one by one, of neighbours by index, or in a window of stages.
 
         The first kind mixes unrelated values, the second takes values of one layer, the third replans a part of the step.
@@ -281,25 +279,21 @@ class Search:
         draw, count = self._random.random, len(evicted)
         kind, many = int(3 * draw()), 1 + int(draw() * max(1, min(count // 3, ruin.values)))
         if kind == 0:
-            code[evicted[[int(count * draw()) for _ in range(many)]], 0, 0] = 0
+            code[0, 0, evicted[[int(count * draw()) for _ in range(many)]]] = 0
         elif kind == 1:
             start = int(count * draw())
-            code[evicted[start : start + many], 0, 0] = 0
-            code[evicted[: max(0, start + many - count)], 0, 0] = 0
+            code[0, 0, np.roll(evicted, -start)[:many]] = 0
         else:
             stages = len(self.flat.targets)
             first = int(stages * draw())
             last = first + 1 + int(draw() * max(1, int(stages * ruin.window)))
-            used = code[evicted, 0, 0]
-            most = int(used.max())
-            intervals = code[evicted, 1 : most + 1]
-            unused = np.arange(most) >= used[:, None]
-            cleared = (intervals[:, :, 1] >= first) & (intervals[:, :, 0] <= last) & ~unused
-            met = np.flatnonzero(cleared.any(axis=1))
-            gone = unused[met] | (cleared[met] & (self._draws.random((len(met), most)) >= ruin.keep))
-            order = np.argsort(gone, axis=1, kind="stable")  # values that stay come first
-            code[evicted[met], 1 : most + 1] = intervals[met[:, None], order]
-            code[evicted[met], 0, 0] = most - gone.sum(axis=1)
+            most = int(code[0, 0].max())
+            begin, end = code[1 : most + 1, 0], code[1 : most + 1, 1]
+            unused = np.arange(most)[:, None] >= code[0, 0]
+            gone = unused | ((end >= first) & (begin <= last) & (self._draws.random(begin.shape) >= ruin.keep))
+            order = np.argsort(gone, axis=0, kind="stable")  # intervals that stay come first
+            code[1 : most + 1] = np.take_along_axis(code[1 : most + 1], order[:, None], axis=0)
+            code[0, 0] = most - gone.sum(axis=0)
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""
@@ -312,7 +306,7 @@ class Search:
 
     def _settings(self, exponent: float, noise: float, batch: float) -> Repair:
         """Settings with enough rounds to evict each value a few times; a longer repair is hopeless."""
-        return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.values))
+        return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.size))
 
 
 class _Reader(NamedTuple):
@@ -329,13 +323,13 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
     If an op is listed again, a stage that only reads stands for values read from there until the op is listed once more: one
     stage for each kept value at the op's last place, else one for the largest value.
     """
-    end = len(g.ops) - 2
+    end = len(g.cost) - 1
     listed = Counter(o for o in order.tolist() if o < end)
     if max(listed.values(), default=1) == 1:
         return order, []
-    size, kept = g.values["size"].tolist(), g.values["kept"].astype(np.bool_).tolist()
+    size, kept = g.size.tolist(), g.kept.astype(np.bool_).tolist()
     read = list(kept)
-    read_from, write_from = g.ops["reads"].tolist(), g.ops["writes"].tolist()
+    reads_from, writes_from = g.reads_from.tolist(), g.writes_from.tolist()
     reads, writes = g.reads.tolist(), g.writes.tolist()
     later: Counter[int] = Counter()
     stages: list[int] = []
@@ -344,7 +338,7 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
         if o >= end or later[o] + 1 == listed[o]:
             stages.append(o)
         else:
-            made = [v for v in writes[write_from[o] : write_from[o + 1]] if read[v]]
+            made = [v for v in writes[writes_from[o] : writes_from[o + 1]] if read[v]]
             chosen = [v for v in made if kept[v]] or [max(made, key=lambda v: (size[v], -v))] if made else []
             readers += [_Reader(o, v, later[o]) for v in reversed(chosen)]
             stages += [-1] * len(chosen)
@@ -352,7 +346,7 @@ def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, li
                 read[v] = False
         if o < end:
             later[o] += 1
-            for v in reads[read_from[o] : read_from[o + 1]]:
+            for v in reads[reads_from[o] : reads_from[o + 1]]:
                 read[v] = True
     numbers = iter(range(first_reader, first_reader + len(readers)))
-    return np.array([next(numbers) if o < 0 else o for o in reversed(stages)], dtype=np.int64), readers[::-1]
+    return np.array([next(numbers) if o < 0 else o for o in reversed(stages)], dtype=np.int32), readers[::-1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.solvers.alarm import Flag
+from checkmate.solvers.clocks import Flag
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.reductions.unread import ordered_ops
 

@@ -11,7 +11,6 @@ import pytest
 from msgspec import structs
 
 from checkmate import BruteForce, Graph, Plan, Problem, Result, simulate, solve
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends.highs import solve_linear
 from checkmate.solvers.bounds.events.chains import EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
@@ -19,6 +18,7 @@ from checkmate.solvers.bounds.events.event_cuts import build_cuts
 from checkmate.solvers.bounds.events.min_cut import segment, single_event
 from checkmate.solvers.bounds.events.refine import Chain, longest_chain
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.clocks import no_alarm
 from tests.solvers.bounds.events.test_event_cuts import some_chain, tight_problem
 from tests.solvers.chains import uneven_chain
 

@@ -11,7 +11,6 @@ from hypothesis import given
 
 from checkmate import Graph, Op, Plan, Problem, Value
 from checkmate.core.plan import Compute
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import build_cuts
 from checkmate.solvers.bounds.events.min_cut import single_event
@@ -24,6 +23,7 @@ from checkmate.solvers.bounds.events.refine import (
     quick_bound,
     single_cuts,
 )
+from checkmate.solvers.clocks import no_alarm
 from tests.oracle import naive_bytes
 from tests.solvers.bounds.events.test_event_cuts import linear_bound, some_chain, some_targets, tight_problem
 from tests.solvers.bounds.proof import strict_ancestors

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from checkmate import BruteForce, Graph, Op, Problem, Value, solve
-from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.min_cut import EventNetwork, Line, single_event
+from checkmate.solvers.clocks import no_alarm
 from tests.solvers.bounds.events.test_event_cuts import some_targets, tight_problem
 from tests.solvers.bounds.proof import event_sides, least_share, strict_ancestors
 from tests.solvers.chains import unit_chain

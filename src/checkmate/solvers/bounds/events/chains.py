@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.signal import find_peaks
 
-from checkmate.solvers.alarm import Flag
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import build_cuts
 from checkmate.solvers.bounds.events.min_cut import segment, single_event
 from checkmate.solvers.bounds.events.refine import Chain, longest_chain
 from checkmate.solvers.bounds.events.relaxation import relax
+from checkmate.solvers.clocks import Flag
 
 
 class EventChains:

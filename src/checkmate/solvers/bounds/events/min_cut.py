@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.solvers.alarm import Flag
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.max_flow import Network
+from checkmate.solvers.clocks import Flag
 
 
 class Line(NamedTuple):

@@ -19,14 +19,18 @@ import numpy as np
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
+from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.events.relaxation import relax
-from checkmate.solvers.evict.profile import Code, add_interval
+from checkmate.solvers.clocks import Flag, no_alarm
+from checkmate.solvers.evict.profile import add_interval
 from checkmate.solvers.evict.search import Search
+from checkmate.solvers.flat_graph import Ints
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
 
 Prove = Callable[[float, bool], None]
 """Takes a bound as a share (extra cost over the cost of computing every op once), and whether it holds for any order."""
@@ -109,6 +113,17 @@ def single_cuts(
     return best_event
 
 
+def prove_single_events(problem: Problem, session: Session, out_of_time: Callable[[], bool]) -> None:
+    """Prove the bounds of the single events at which keeping everything holds most; views count as free."""
+    folded = FoldViews.of(problem.graph).apply(problem)
+    events = promising_events(folded.graph, [range(len(folded.graph.ops))])
+
+    def prove(share: float, _: bool) -> None:
+        session.prove(problem.graph.cost + share * max(1, folded.graph.cost))
+
+    single_cuts(CutModel(folded), events, prove, out_of_time)
+
+
 def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float] = lambda: math.inf) -> tuple[float, bool]:
     """The linear bound of a chain of events, and whether ops off the chain improve it.
 
@@ -137,7 +152,7 @@ def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
     return sorted(chain)
 
 
-def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Code:
+def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Ints:
     """Eviction code of a solution: at each event values are held as in S, and between events every live value is kept.
 
     The program does not constrain the time between events. The code holds too much there rather than too little: the

@@ -1,25 +1,32 @@
 """The joint search over recomputations and copies to the host.
 
-A round chooses a set of values to copy, places their copies by the times of the best plan so far (`placement`), and the
+A round chooses a set of values to copy, places their copies by the times of the best plan so far, and the
 search over evictions (`evict`) finds the recomputations that are still needed; `simulate` times the plan with its copies.
 The first sets come from the linear programs of the joint bound, whose z selects the values worth their time on the bus.
 Later sets exchange a few values of the best set. If no plan without copies was found, the set of all values comes first.
 Hidden copies are tried first: placed for the speed of the bus, they cost nothing. Copies placed for a faster bus than the
 real one hold fewer bytes, and the step waits for them.
+
+Times come from a reference, a sequence of computations without copies. A computation that is added later only delays the
+steps after it: the time between the step that issues a copy and the step that waits for it can only grow. Copies that are
+hidden in the reference therefore stay hidden.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
 from checkmate.core.errors import PlanError
-from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Step, with_frees
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
@@ -29,9 +36,8 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts
 from checkmate.solvers.flat_graph import Move
-from checkmate.solvers.offload.placement import Placed, Reference, place
-from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.reductions.unread import needed_steps
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.tunables import TUNABLES
 
@@ -82,13 +88,6 @@ class _Tried:
     order: tuple[int, ...]
 
 
-def _remembered(made: list[Reference], more: Iterator[Reference]) -> Iterator[Reference]:
-    yield from made
-    for reference in more:
-        made.append(reference)
-        yield reference
-
-
 class _Joint:
     def __init__(self, problem: Problem, session: Session) -> None:
         assert problem.host is not None
@@ -105,39 +104,28 @@ class _Joint:
         if self.session.plan is not None and self.session.cost is not None:
             known = tuple(self.fold.apply_order(self.session.plan.order))
             self.best = _Tried(frozenset(), self.session.cost, known)
-        more = self._references()
-        first = next(more)
-        made = [first]
-        everything = frozenset(first.gaps)
+        references = self._references()
+        everything = frozenset(references[0].gaps)
         if self.session.plan is None:  # a first plan comes before any bound
-            self._try(everything, first, 60)
+            self._try(everything, references[0], 60)
             if self.session.done:
                 return
-        for chosen in dict.fromkeys([*self._prove_and_choose(first), everything]):
-            for reference in _remembered(made, more):
+        for chosen in dict.fromkeys([*self._prove_and_choose(references[0]), everything]):
+            for reference in references:
                 self._try(chosen, reference, 60)
                 if self.session.done:
                     return
         self._improve()
 
-    def _references(self) -> Iterator[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once; each made when the previous one was used."""
-        found: set[tuple[int, ...]] = set()
-        for order in self._orders():
-            if order not in found:
-                found.add(order)
-                yield Reference.of(self.graph, order)
-
-    def _orders(self) -> Iterator[tuple[int, ...]]:
-        plan = self.session.plan
+    def _references(self) -> list[Reference]:
+        """Times of the best plan so far, and of orders that compute every op once."""
+        plan, orders = self.session.plan, list[tuple[int, ...]]()
         if plan is not None:
             known = tuple(self.fold.apply_order(plan.order))
-            if plan.host is None:
-                yield known
-            yield tuple(dict.fromkeys(known))
-        for start in starts(self.folded, self.session.limits.seed, self.session.time_up):
-            if not start.on_demand:
-                yield start.order
+            orders = [*([known] if plan.host is None else []), tuple(dict.fromkeys(known))]
+        every = starts(self.folded, self.session.limits.seed, self.session.time_up)
+        orders += (start.order for start in every if not start.on_demand)
+        return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
 
     def _prove_and_choose(self, reference: Reference) -> list[frozenset[int]]:
         """Bounds from single events, and the values that their linear programs copy, the best bound first."""
@@ -276,7 +264,7 @@ class _Joint:
                 continue
             steps.append(Compute(o))
             steps += [Offload(v) for v in sent.pop(o, ())]
-        plan: Plan = plan_with_copies(self.problem, self.fold.invert_steps(steps))
+        plan = with_frees(self.problem.graph, needed_steps(self.problem, self.fold.invert_steps(steps)), self.problem.host)
         try:
             cost = self.session.offer_plan(plan)
         except PlanError as error:
@@ -284,3 +272,96 @@ class _Joint:
         if cost is not None and (self.best is None or cost < self.best.cost):
             self.best = _Tried(chosen, cost, tuple(o for o in order if o < end))
         return cost
+
+
+class Gap(NamedTuple):
+    """The longest time between two uses of a value."""
+
+    value: int
+    made_ns: int  # end of the value's first computation; copies can begin then
+    left_ns: int  # end of the last use before the gap
+    needed_ns: int  # begin of the first use after the gap
+    stage: int  # stage that needs the value again
+
+
+class Placed(NamedTuple):
+    """A value that is away for some stages."""
+
+    value: int
+    gone_at: int  # first stage before which its copy to the host is done and it can be freed
+    fetch_at: int  # stage before which its copy back is issued
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A sequence of computations with its times."""
+
+    sequence: tuple[int, ...]
+    targets: tuple[int, ...]  # ops in the order of their first computations, one for each stage
+    begins: tuple[int, ...]  # time at which each stage begins, and the end; shape [stage + 1]
+    gaps: dict[int, Gap]  # longest gap of each value that can be copied
+
+    @classmethod
+    def of(cls, graph: Graph, sequence: Sequence[int]) -> Reference:
+        """The reference of a sequence of a graph whose views are folded."""
+        now = 0
+        done: set[int] = set()
+        targets: list[int] = []
+        begins = [0]  # a stage ends with the first computation of its target
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}  # value -> end of its last use
+        best: dict[int, Gap] = {}
+        # A view that folding left is tied to its place and keeps its base's storage.
+        viewed = {graph.root[v] for v, value in enumerate(graph.values) if value.base is not None}
+        free = {v for v, value in enumerate(graph.values) if value.base is None and value.size_bytes and v not in viewed}
+
+        def use(v: int, begin: int, end: int) -> None:
+            if v not in free:
+                return
+            if v in last:
+                gap = Gap(v, made[v], last[v], begin, len(targets))
+                if v not in best or gap.needed_ns - gap.left_ns > best[v].needed_ns - best[v].left_ns:
+                    best[v] = gap
+            made.setdefault(v, end)
+            last[v] = end
+
+        for o in sequence:
+            op = graph.ops[o]
+            end = now + op.cost
+            for v in dict.fromkeys(op.inputs):
+                use(v, now, end)
+            for v in op.outputs:
+                use(v, now, end)
+            now = end
+            if o not in done:
+                done.add(o)
+                targets.append(o)
+                begins.append(now)
+        for v, value in enumerate(graph.values):
+            if value.kept:
+                use(v, now, now)
+        return cls(tuple(sequence), tuple(targets), tuple(begins), best)
+
+
+def place(reference: Reference, chosen: Iterable[int], host: HostMemory, size: Sequence[int], speed: float) -> list[Placed]:
+    """Places of the copies of some values: copies to the host as early, copies back as late as the bus allows.
+
+    Copies to the host are made in the order in which the values are computed, copies back in the order in which they are needed.
+    Values that would be away for no stage are left out. At a `speed` above 1 fewer bytes are held, and steps wait for copies.
+    """
+    gaps = [reference.gaps[v] for v in chosen if v in reference.gaps]
+    begins = reference.begins
+    gone: dict[int, int] = {}
+    engine = 0
+    for gap in sorted(gaps, key=lambda gap: (gap.made_ns, gap.value)):
+        engine = max(engine, gap.made_ns) + int(host.out_ns(size[gap.value]) / speed)
+        gone[gap.value] = bisect_left(begins, max(engine, gap.left_ns))
+    placed: list[Placed] = []
+    latest = begins[-1]
+    for gap in sorted(gaps, key=lambda gap: (-gap.needed_ns, -gap.stage, gap.value)):
+        begin = min(latest, gap.needed_ns) - int(host.in_ns(size[gap.value]) / speed)
+        fetch_at = min(gap.stage, bisect_right(begins, begin) - 1)
+        if gone[gap.value] < fetch_at:
+            placed.append(Placed(gap.value, gone[gap.value], fetch_at))
+            latest = begin
+    return placed[::-1]

@@ -1,1 +1,0 @@
-"""Best-first search over sets of live values, exact if few states can be reached."""
