@@ -84,8 +84,7 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
     found = {
         "budget_bytes": step.budget_bytes,
         "resident_bytes": resident,
-        "live_bytes": step.peaks.live_bytes,
-        "forwarded_bytes": step.peaks.forwarded_bytes,
+        "planned_bytes": step.result.peak_bytes,
         "asked_bytes": resident + asked,
         "calibrated_bytes": step.measured_bytes,
         "measured_bytes": peaks,

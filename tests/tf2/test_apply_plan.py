@@ -11,7 +11,6 @@ import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.measure.allocator_peaks import allocator_peaks
 from checkmate.tf2.measure.peak import measure_peak
 from checkmate.tf2.measure.profiler import estimated_costs
 from checkmate.tf2.models import resolve_losses
@@ -64,7 +63,7 @@ def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
     with grappler_off():
         function(*batch)
         asked = requested_peak(lambda: function(*batch))
-    assert asked == pytest.approx(allocator_peaks(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)
+    assert asked <= 1.002 * (checkmate.evaluate(capture.graph, plan).peak_bytes - capture.graph.resident_bytes)
 
 
 def test_a_step_takes_the_same_however_often_it_runs():

@@ -157,7 +157,7 @@ def test_loops_are_one_op_whose_bytes_count(layer, caplog):
     assert step(x, Y)[0].shape == (12, 3)
     # Requested bytes: chunks depend on what ran before in the process. The ops of an iteration run in any order, up to 7 % apart.
     # With overlapping iterations up to 2.6 times as much.
-    own = step.peaks.forwarded_bytes - step.graph.resident_bytes
+    own = step.result.peak_bytes - step.graph.resident_bytes
     runs = [requested_peak(lambda: step(x, Y)) for _ in range(4)]
     assert 0.9 * own <= min(runs)
     assert max(runs) <= 1.1 * own

@@ -51,7 +51,7 @@ class PlannedTrainFunction:
         known = len(self.steps.planned)
         logs = self.steps([specs], flat)
         if len(self.steps.planned) > known > 0:
-            peak = format_bytes(list(self.steps.planned.values())[-1].peaks.live_bytes)
+            peak = format_bytes(list(self.steps.planned.values())[-1].result.peak_bytes)
             _log.info("another shape of a batch was planned: %s, peak %s", flat[0].shape, peak)
         return logs
 

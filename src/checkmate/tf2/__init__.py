@@ -20,9 +20,8 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("tensorflow") is None:
     raise MissingExtraError("checkmate.tf2 needs TensorFlow, which is not installed", hint='pip install "checkmate-remat[tf2]"')
 
-from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.measure.peak import NoStatisticsError, measure_peak
 from checkmate.tf2.models import NotBuiltError
 from checkmate.tf2.step import TrainStep, capture, compile  # noqa: A004 - `checkmate.tf2.compile` is the documented call
 
-__all__ = ["AllocatorPeaks", "NoStatisticsError", "NotBuiltError", "TrainStep", "capture", "compile", "measure_peak"]
+__all__ = ["NoStatisticsError", "NotBuiltError", "TrainStep", "capture", "compile", "measure_peak"]

@@ -44,31 +44,16 @@ KERNEL_RANDOM = frozenset(
 """Random ops whose generator state is in the kernel (GuardedPhiloxRandom) and cannot be saved and restored."""
 
 FORWARDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Maximum", "Minimum"), (0, 1)),
-    **dict.fromkeys(("Pow", "SquaredDifference", "FloorDiv", "Xdivy", "Xlogy", "Atan2"), (0, 1)),
-    **dict.fromkeys(("Abs", "Ceil", "Erf", "Erfc", "Exp", "Expm1", "Floor", "Log", "Log1p", "Neg", "Reciprocal", "Rint"), (0,)),
-    **dict.fromkeys(("Round", "Rsqrt", "Sigmoid", "Sign", "Sqrt", "Square", "Tanh", "Sin", "Cos", "Softplus", "Softsign"), (0,)),
-    **dict.fromkeys(("Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Softmax", "LogSoftmax", "BiasAdd"), (0,)),
-    **dict.fromkeys(("ReluGrad", "Relu6Grad", "EluGrad", "SeluGrad", "LeakyReluGrad", "SoftplusGrad"), (0, 1)),
-    **dict.fromkeys(("SigmoidGrad", "TanhGrad", "RsqrtGrad", "SqrtGrad", "ReciprocalGrad", "InvGrad"), (0, 1)),
-    "LogicalAnd": (0, 1),
-    "LogicalOr": (0, 1),
-    "LogicalNot": (0,),
+    **dict.fromkeys(("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Pow", "SquaredDifference"), (0, 1)),
+    **dict.fromkeys(("Abs", "Exp", "Log", "Neg", "Reciprocal", "Rsqrt", "Sign", "Sqrt", "Square", "Tanh"), (0,)),
     "AddN": (0, 1, 2, 3, 4, 5, 6, 7),
     "SelectV2": (1, 2),
-    "MaxPoolGrad": (0,),
 }
-"""Positions of the inputs whose buffer a kernel reuses for its first output if nothing else references it.
+"""For ops of optimizers, positions of the inputs whose buffer a kernel reuses for its output if nothing else references it.
 
 Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/framework/op_kernel.h).
 ``tests/tf2/test_op_properties.py`` checks entries against TensorFlow's trace of allocations.
 """
-
-FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
-"""Ops that reuse their first input's buffer for their second output, the gradient (tensorflow/core/kernels/xent_op.cc)."""
-
-FORWARDS_TO_WORKSPACE = {"MaxPoolGrad": 1}
-"""Position of the input whose buffer a kernel reuses as workspace if nothing else references it."""
 
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU

@@ -16,7 +16,6 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.measure.calibrate import PlannedFunction
 from checkmate.tf2.measure.opaque_ops import with_opaque_measured
 from checkmate.tf2.measure.profiler import cost_source
@@ -72,11 +71,6 @@ class TrainStep:
         return self._steps.budget_bytes
 
     @property
-    def peaks(self) -> AllocatorPeaks:
-        """Predicted peaks of the plan."""
-        return self._first.peaks
-
-    @property
     def measured_bytes(self) -> int | None:
         """Measured peak of the plan, resident bytes included; None if it was not measured."""
         return self._first.measured_bytes
@@ -119,7 +113,7 @@ class TrainStep:
         known = len(self._steps.planned)
         result = self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
         if len(self._steps.planned) > known:
-            peak = format_bytes(list(self._steps.planned.values())[-1].peaks.live_bytes)
+            peak = format_bytes(list(self._steps.planned.values())[-1].result.peak_bytes)
             _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
         return result
 

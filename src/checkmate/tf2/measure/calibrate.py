@@ -23,7 +23,6 @@ from checkmate.solvers.solve import unit_question
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
-from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks, allocator_peaks
 from checkmate.tf2.measure.peak import default_device, has_memory_stats, measure_peak, moving_batches, restored
 from checkmate.tf2.measure.profiler import synthetic_batch
 from checkmate.tf2.op_properties import KERNEL_RANDOM
@@ -38,13 +37,12 @@ class PlannedFunction:
     capture: Capture
     result: Result
     function: Runner
-    peaks: AllocatorPeaks
     measured_bytes: int | None = None  # measured peak, resident bytes included; None if the plan was not measured
 
     @classmethod
     def of(cls, capture: Capture, result: Result) -> PlannedFunction:
         """Write a plan as a function without running it, for a plan that is given or needs no calibration."""
-        return cls(capture, result, build_function(capture, result.plan), allocator_peaks(capture, result.plan))
+        return cls(capture, result, build_function(capture, result.plan))
 
     def measured(self, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> PlannedFunction:
         """The same after it was measured, with its random streams at their start."""
@@ -56,8 +54,8 @@ class PlannedFunction:
 
     @property
     def needed_bytes(self) -> int:
-        """The measured peak, or the predicted one."""
-        return self.peaks.chunk_bytes if self.measured_bytes is None else self.measured_bytes
+        """The measured peak, or the planned one."""
+        return self.result.peak_bytes if self.measured_bytes is None else self.measured_bytes
 
 
 def calibrate(
@@ -65,9 +63,9 @@ def calibrate(
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
-    TensorFlow allocates other bytes than the live bytes of a plan: fewer if buffers are forwarded, more if chunks are
-    not split. `allocator_peaks` predicts both, and only plans that are predicted to fit are run, on the flat tensors of a batch
-    or on synthetic ones. ``replan`` makes the cheapest plan within an amount of live bytes.
+    TensorFlow allocates other bytes than the live bytes of a plan: fewer if an op writes its output into a dying input, more if
+    the allocator does not split a free chunk. Each plan is therefore run, on the flat tensors of a batch or on synthetic ones.
+    ``replan`` makes the cheapest plan within an amount of live bytes.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
@@ -79,23 +77,16 @@ def calibrate(
             break
         # Measured as it will run, without the constants and free chunks that functions of other plans leave. It then needed up to
         # 20 % more.
-        final = PlannedFunction.of(capture, best.result).measured(search.batch, search.budget_bytes)
-        if final.measured_bytes is None or best.measured_bytes is None:
+        final = PlannedFunction.of(capture, best).measured(search.batch, search.budget_bytes)
+        before = search.peak_bytes(best)
+        if final.measured_bytes is None or before is None:
             return final
         if final.measured_bytes <= search.budget_bytes:
-            return replace(final, measured_bytes=max(final.measured_bytes, best.measured_bytes))
-        search.correct(final.measured_bytes - best.measured_bytes)
+            return replace(final, measured_bytes=max(final.measured_bytes, before))
+        search.correct(final.measured_bytes - before)
     if search.smallest.needed_bytes > search.budget_bytes:
         raise search.refusal()
     return search.smallest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TrialRun:
-    """A plan that was predicted to keep the budget and was therefore run."""
-
-    result: Result
-    measured_bytes: int | None  # resident bytes included; None if TensorFlow reports no memory statistics
 
 
 class _Search:
@@ -106,7 +97,8 @@ class _Search:
         self.problem = Problem(capture.graph, budget)
         self.budget_bytes = self.problem.budget_bytes
         self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
-        self.bias_bytes = 0  # measured peak minus predicted peak
+        self._excess_bytes = 0  # of a final plan over its trial
+        self._measured: dict[tuple[int, ...], int | None] = {}  # peak of each plan that was run, by its order
         self._error: CheckmateError | None = None
 
     @functools.cached_property
@@ -114,9 +106,9 @@ class _Search:
         """The plan with the smallest planned peak that is found within 20 s, measured."""
         return PlannedFunction.of(self.capture, near_smallest(self.capture.graph, 20.0)).measured(self.batch)
 
-    def run(self) -> _TrialRun | None:
+    def run(self) -> Result | None:
         """The cheapest plan that fits: with headroom if one exists, else within the budget; None if none was found."""
-        trials: Calibration[_TrialRun | None] = Calibration(self.budget_bytes, self.policy)
+        trials: Calibration[Result | None] = Calibration(self.budget_bytes, self.policy)
         failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(len(trials.trials)))
         self._error = failure or self._error
         best = trials.best(self.policy.aim_bytes(self.budget_bytes)) or trials.best()
@@ -133,7 +125,7 @@ class _Search:
 
     def correct(self, excess_bytes: int) -> None:
         """Record that the final plan needed ``excess_bytes`` more than its trial; the next plan that fits is accepted."""
-        self.bias_bytes += excess_bytes
+        self._excess_bytes += excess_bytes
         self.policy = replace(self.policy, uses_room=False)
 
     def refusal(self) -> InfeasibleBudgetError:
@@ -155,25 +147,26 @@ class _Search:
             binding_op=getattr(self._error, "binding_op", ""),
         )
 
-    def _try(self, target: int, result: Result) -> Trial[_TrialRun | None]:
-        """Run a plan if it is predicted to fit."""
-        peaks = allocator_peaks(self.capture, result.plan)
-        needed = peaks.chunk_bytes + self.bias_bytes
-        if min(needed, peaks.chunk_bytes) > self.budget_bytes:  # another plan can exceed its prediction by less
-            return Trial.of(target, result, needed, None, measured=False)
-        peak = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
-        if peak is None:  # the prediction counts
+    def peak_bytes(self, result: Result) -> int | None:
+        """Measured peak of a plan, which is run once; None if TensorFlow reports no memory statistics."""
+        order = result.plan.order
+        if order not in self._measured:
+            function = build_function(self.capture, result.plan)
+            self._measured[order] = measure_plan(self.capture, function, self.batch, self.budget_bytes)
+        return self._measured[order]
+
+    def _try(self, target: int, result: Result) -> Trial[Result | None]:
+        peak = self.peak_bytes(result)
+        if peak is None:  # the plan counts, and is accepted
             _log.warning(
-                "the peak cannot be measured: TensorFlow reports no memory statistics for %s; the predicted peak is %s of %s. "
+                "the peak cannot be measured: TensorFlow reports no memory statistics for %s; the planned peak is %s of %s. "
                 "Set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to measure it",
-                *(default_device(), format_bytes(peaks.live_bytes), format_bytes(self.budget_bytes)),
+                *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
-            needed = min(needed, self.policy.aim_bytes(self.budget_bytes))
-        else:
-            amounts = (peaks.live_bytes, peaks.chunk_bytes, peak, self.budget_bytes)
-            _log.info("planned %s, predicted %s, measured %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
-            self.bias_bytes, needed = peak - peaks.chunk_bytes, peak
-        return Trial.of(target, result, needed, _TrialRun(result, peak), measured=peak is not None)
+            return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), result)
+        amounts = (result.peak_bytes, peak, self.budget_bytes)
+        _log.info("planned %s, measured %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
+        return Trial.of(target, result, peak + self._excess_bytes, result)
 
 
 def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> int | None:
