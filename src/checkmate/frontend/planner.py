@@ -23,7 +23,7 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
@@ -174,9 +174,10 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
-    """A planner that returns a given plan unchanged, or refuses it.
+    """A planner that returns a given plan, or refuses it if it does not hold.
 
-    A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
+    Compiled programs drop computations whose outputs are never read, and free every value after its last read. The result is that
+    of the plan that runs. A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
     process. The result has the figures of the current graph.
     """
 
@@ -195,10 +196,10 @@ class GivenPlan:
         if not plan.is_for(graph) and plan.is_for_structure_of(graph):
             _log.info("the plan was made where ops took other workspace, or other memory was resident: its peak is counted again")
             plan = msgspec.structs.replace(plan, graph_digest=graph.digest)
-        result = evaluate(graph, plan, self.budget)
         if plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
-            _refuse_unexecutable(graph, plan)
-        return result
+            evaluate(graph, plan)
+            plan = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
+        return evaluate(graph, plan, self.budget)
 
 
 class Replanner:
@@ -276,34 +277,6 @@ class Replanner:
 def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
     """The result of a known order without the computations whose outputs are never read."""
     return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
-
-
-def _refuse_unexecutable(graph: Graph, plan: Plan) -> None:
-    """Refuse a plan that a compiled program would not run unchanged.
-
-    Programs drop computations whose outputs are never read, and free every value after its last read. A plan with an unread
-    computation, or with a later free, would run as another plan with another peak.
-    """
-    needed = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
-    if _grouped(needed) == _grouped(plan):
-        return
-    dropped = len(plan.order) - len(needed.order)
-    what = f"{dropped} computations whose outputs are never read" if dropped else "values that it holds after their last read"
-    raise PlanError(
-        f"the plan has {what}: a compiled step leaves those out, and would not run as the plan says",
-        hint="leave them out of the plan: Plan.from_order(graph, order) frees every value right after its last read",
-    )
-
-
-def _grouped(plan: Plan) -> list[tuple[int, set[int]]]:
-    """Each computation with the values that the plan frees before the next one."""
-    groups: list[tuple[int, set[int]]] = []
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            groups.append((step.op, set()))
-        elif isinstance(step, Free) and groups:  # pyright: ignore[reportUnnecessaryIsInstance]
-            groups[-1][1].add(step.value)
-    return groups
 
 
 def _log_planned(problem: Problem, result: Result) -> None:
