@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,34 +256,6 @@ def test_ctrl_c_returns_the_best_plan_of_a_search(graph: Graph) -> None:
     """`solve`, which the verbs of the command line call, is interrupted to get the plan so far."""
     result = solve(Problem(graph, 9), _Interrupted(found=True))
     assert result.termination.limit == "interrupt"
-
-
-@dataclass(frozen=True)
-class _Dropped:
-    """Ctrl-C whose exception Python ignores, because it is raised in the callback of a weak reference."""
-
-    def run(self, problem: Problem, session: Session) -> Termination:
-        class Held:
-            pass
-
-        held = Held()
-        reference = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
-        del held
-        assert reference() is None
-        session.offer(RECOMPUTED)
-        return Termination(Reason.FEASIBLE)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_not_lost(graph: Graph) -> None:
-    """Python delivers a signal wherever it runs next, also where exceptions are ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits SIGINT ignored
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            planner_for(options(budget="9B", solver=_Dropped()))(graph)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_given_plan_runs_where_only_the_process_differs(graph: Graph) -> None:

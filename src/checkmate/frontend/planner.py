@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Final
 
 import msgspec
@@ -99,42 +96,14 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
     if known is not None and known[1]:
         _log_planned(problem, known[0])
         return known[0]
-    with _interrupts_kept():
-        result = search(None if known is None else known[0].plan)
-        interrupted = result.termination.limit == "interrupt"
-        if plans is not None:  # an interrupted search had less time than it was given
-            plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
-        _log_planned(problem, result)
-        if interrupted:
-            raise KeyboardInterrupt
-    return result
-
-
-@contextmanager
-def _interrupts_kept() -> Generator[None]:
-    """Raise the `KeyboardInterrupt` of a Ctrl-C at the end of the block, if Python has dropped it.
-
-    Python delivers a signal in the next Python code that runs. After a long kernel this can be the callback of a weak reference,
-    which prints and ignores exceptions.
-    """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours:
-        yield
-        return
-    pressed = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
+    result = search(None if known is None else known[0].plan)
+    interrupted = result.termination.limit == "interrupt"
+    if plans is not None:  # an interrupted search had less time than it was given
+        plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
+    _log_planned(problem, result)
+    if interrupted:
         raise KeyboardInterrupt
+    return result
 
 
 def _left_s(limit_s: float, spent_s: float) -> float:
