@@ -146,8 +146,8 @@ class GivenPlan:
     """A planner that returns a given plan, or refuses it if it does not hold.
 
     Compiled programs drop computations whose outputs are never read, and free every value after its last read. The result is that
-    of the plan that runs. A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
-    process. The result has the figures of the current graph.
+    of the plan that runs. A plan that names the structure of its graph stays valid if workspace or resident bytes have changed:
+    they depend on the process. The result has the figures of the current graph.
     """
 
     plan: Plan
