@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from checkmate.cost.database import Database
 from checkmate.cost.store import CostStore, OpCost
 from checkmate.doctor import installation
 from checkmate.doctor.check import Check, guarded
@@ -177,7 +177,7 @@ def test_a_cache_folder_that_can_be_written(tmp_path):
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def damaged(path: Path, how: str) -> Database:
+def damaged(path: Path, how: str) -> CostStore:
     """A store of costs with a fault."""
     store = CostStore(path)
     store.add({str(k): OpCost(k, 0) for k in range(3000)})
@@ -191,25 +191,26 @@ def damaged(path: Path, how: str) -> Database:
             file.write(b"\xa5" * 4096)
     elif how == "other-columns":
         path.unlink()
-        Database(lambda: path, "CREATE TABLE measures (key TEXT PRIMARY KEY, price TEXT)", "").run(lambda c: None, None)
-    return store.database
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE entries (key TEXT PRIMARY KEY, price TEXT)")
+        connection.close()
+    return store
 
 
 @pytest.mark.parametrize("how", ["garbage", "truncated", "a-page-overwritten", "other-columns"])
 def test_a_corrupt_store(tmp_path, how):
     """A damaged page may be one that no query of today reads."""
-    path = tmp_path / "op_costs.sqlite"
-    (check,) = installation.check_stores({"cost store": damaged(path, how)})
-    assert (check.name, check.verdict) == ("cost store", "failed")
+    path = tmp_path / "store.sqlite"
+    check = installation.check_store(damaged(path, how))
+    assert (check.name, check.verdict) == ("store", "failed")
     assert str(path) in check.detail
     assert check.cure.startswith("remove the file, or set CHECKMATE_CACHE")
 
 
-def test_intact_stores(tmp_path):
-    """One line for all of them; a store that does not exist yet is made."""
-    stores = {"costs": damaged(tmp_path / "a.sqlite", "not at all"), "plans": CostStore(tmp_path / "new.sqlite").database}
-    (check,) = installation.check_stores(stores)
-    assert (check.verdict, check.detail) == ("ok", "intact: costs, plans")
+def test_an_intact_store(tmp_path):
+    """A store that does not exist yet is made."""
+    for store in (damaged(tmp_path / "a.sqlite", "not at all"), CostStore(tmp_path / "new.sqlite")):
+        assert installation.check_store(store).verdict == "ok"
 
 
 def test_the_engines_find_the_known_optimum():

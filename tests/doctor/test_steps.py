@@ -95,7 +95,7 @@ def test_an_examination_is_green(monkeypatch):
     report = examine("cpu", quick=True, on_check=lambda check: seen.append(check.name))
     holds(report)
     assert seen == [check.name for check in report.checks]
-    assert {"python", "torch", "packages", "C++ compiler", "cache folder", "stores", "HiGHS", "local search"} <= set(seen)
+    assert {"python", "torch", "packages", "C++ compiler", "cache folder", "store", "HiGHS", "local search"} <= set(seen)
     assert "Inductor" not in seen
     assert report.as_json()["format"] == "checkmate.doctor/1"
     assert next(check for check in report.checks if check.name == pieces.name).figures["in_pieces"]

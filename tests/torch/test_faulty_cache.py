@@ -20,7 +20,7 @@ FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file"
 @pytest.fixture(params=FAULTS)
 def place(request, tmp_path, monkeypatch):
     """The faulty path, or a word of the message where there is none."""
-    monkeypatch.setattr(database.Database, "wait_s", 0.1)
+    monkeypatch.setattr(database.Store, "wait_s", 0.1)
     monkeypatch.setattr(database, "_warned", set())
     folder = tmp_path / "cache"
     monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))
@@ -36,8 +36,8 @@ def place(request, tmp_path, monkeypatch):
         monkeypatch.setenv("CHECKMATE_CACHE", "/proc/none/cache")
         yield "/proc/none/cache"
     else:
-        held = damage(request.param, folder / "op_costs.sqlite")
-        yield str(folder / "op_costs.sqlite")
+        held = damage(request.param, folder / "store.sqlite")
+        yield str(folder / "store.sqlite")
         if held is not None:
             held.close()
 

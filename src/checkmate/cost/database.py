@@ -1,44 +1,38 @@
-"""SQLite files in the user's cache folder. One warning names a faulty file, and the work goes on without it."""
+"""Values that all processes of a user share, in one SQLite file of the cache folder.
+
+One warning names a faulty file, and the work goes on without it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from checkmate.core.errors import OptionError
 
 _log = logging.getLogger("checkmate.cost")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-_LOCKS: Final = (
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_PROTOCOL,  # locking the write-ahead log fails on some network file systems
-    sqlite3.SQLITE_IOERR_LOCK,
-    sqlite3.SQLITE_IOERR_RDLOCK,
-    sqlite3.SQLITE_IOERR_SHMLOCK,
-    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS entries (
+    kind TEXT, key TEXT, value BLOB NOT NULL, checksum TEXT NOT NULL, PRIMARY KEY (kind, key)
 )
-"""SQLite's codes of a lock that was not obtained."""
+"""
 
-_CURES: Final = {
-    **dict.fromkeys(_LOCKS, "end the process that keeps it locked"),
-    sqlite3.SQLITE_FULL: "free space on its disk",
-    sqlite3.SQLITE_IOERR: "free space on its disk",
-    sqlite3.SQLITE_READONLY: "make it writable",
-    sqlite3.SQLITE_CANTOPEN: "make it writable",
-}
-"""Cures of faults by SQLite's error code; for any other fault the user removes the file."""
-
-_FAULTS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
-"""Errors of a damaged file, whose numbers or JSON can be anything."""
+_FAULTS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
+"""Errors of a file that cannot be used, or of a value that it cannot hold."""
 
 _warned: set[str] = set()
 """Places about which this process has warned."""
@@ -52,27 +46,88 @@ class Fault(NamedTuple):
     place: str  # the file or folder with the fault; empty if no folder is known
     reason: str  # in words
     cure: str  # an imperative
-    used: str = "used"  # cannot be "used", or cannot be "written"
 
 
-class Database:
-    """A SQLite file that all processes of a user share, with concurrent readers and one writer at a time.
+class Store(Generic[T]):
+    """Values of one kind by key, with concurrent readers and one writer at a time.
 
     Any fault of the file (no home folder, a folder or file that cannot be written, a full disk, a lock that is not released, a
     damaged file or one of another program) raises no exception: one warning gives its path and the cure. A read-only file is
-    read. The file and its folder are created when they are first needed; ``schema`` creates its tables if they do not exist.
-    ``without`` describes, for the warning, the consequence in a process that cannot use the file.
+    read. A damaged entry is not used. The file and its folder are created when they are first needed; by default the file is
+    ``store.sqlite`` in the user's cache folder. ``without`` describes, for the warning, the consequence in a process that cannot
+    use the file.
     """
 
     wait_s = 10.0  # for another process's write, which takes milliseconds, unless a network file system is slow
 
-    def __init__(self, locate: Callable[[], Path], schema: str, without: str) -> None:
-        self._locate, self._schema, self._without = locate, schema, without
+    def __init__(self, kind: str, of: type[T], without: str, path: str | os.PathLike[str] | None = None) -> None:
+        self._kind, self._of, self._without, self._path = kind, of, without, path
 
-    def run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+    def get(self, keys: Iterable[str]) -> dict[str, T]:
+        """The values of those keys that are in the store."""
+        query = "SELECT key, value, checksum FROM entries WHERE kind = ? AND key IN (SELECT value FROM json_each(?))"
+        wanted = self._kind, json.dumps(list(dict.fromkeys(keys)))
+        rows = self._run(lambda connection: connection.execute(query, wanted).fetchall(), [])
+        found = {row[0]: self._decoded(*row) for row in rows}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def add(self, values: Mapping[str, T], *, replace: bool = False) -> None:
+        """Store values with new keys. Existing ones stay as they are unless they are replaced."""
+        statement = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO entries VALUES (?, ?, ?, ?)"
+        self._run(lambda connection: connection.executemany(statement, [self._row(*item) for item in values.items()]), None)
+
+    def change(self, key: str, change: Callable[[T | None], T]) -> None:
+        """Replace a value by one that is computed from it; no other process writes in between."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            query = "SELECT key, value, checksum FROM entries WHERE kind = ? AND key = ?"
+            row = connection.execute(query, (self._kind, key)).fetchone()
+            value = change(None if row is None else self._decoded(*row))
+            connection.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", self._row(key, value))
+
+        self._run(write, None)
+
+    def fault(self) -> Fault | None:
+        """Read every page of the file and return its fault; None if the file can be read and written."""
+        try:
+            path = self._located()
+        except OptionError as error:
+            return Fault("", error.message, error.hint)
+        try:
+            with closing(self._connect(path)) as connection:
+                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if verdict != "ok":
+                    raise sqlite3.DatabaseError(verdict)
+                connection.execute("SELECT kind, key, value, checksum FROM entries LIMIT 1")
+                connection.execute("BEGIN IMMEDIATE")  # a read-only file is refused here
+                connection.rollback()
+        except _FAULTS as error:
+            return _fault(path, error)
+        return None
+
+    def _row(self, key: str, value: T) -> tuple[str, str, bytes, str]:
+        body = msgspec.msgpack.encode(value)
+        return self._kind, key, body, self._checksum(key, body)
+
+    def _decoded(self, key: str, body: bytes, checksum: str) -> T | None:
+        """The value of an entry; None, with a warning, if the entry is damaged."""
+        try:
+            if checksum == self._checksum(key, body):
+                return msgspec.msgpack.decode(body, type=self._of)
+        except (msgspec.DecodeError, TypeError, RecursionError):
+            pass
+        path = str(self._located())
+        self._warn(path, f"{path} has a damaged entry, which is not used: {self._without}; remove the file")
+        return None
+
+    def _checksum(self, key: str, body: bytes) -> str:
+        return hashlib.sha256(f"{self._kind} {key} ".encode() + body).hexdigest()
+
+    def _run(self, work: Callable[[sqlite3.Connection], R], otherwise: R) -> R:
         """Read or write in one transaction; the alternative is returned if the file cannot be used."""
         try:
-            path = self._locate()
+            path = self._located()
         except OptionError as error:
             self._warn("", f"{error.message}: {self._without}; {error.hint}")
             return otherwise
@@ -82,39 +137,14 @@ class Database:
             with closing(self._connect(path)) as connection, connection:
                 return work(connection)
         except _FAULTS as error:
-            if _code(error) in _LOCKS:
+            if _is_lock(error):
                 _locked.add(path)
-            place, reason, cure, used = _fault(path, error)
-            text = f"{place} cannot be {used} ({reason}): {self._without}; {cure}, or set CHECKMATE_CACHE to another folder"
-            self._warn(place, text)
+            place, reason, cure = _fault(path, error)
+            self._warn(place, f"{place} cannot be used ({reason}): {self._without}; {cure}")
             return otherwise
 
-    def disbelieve(self, what: str) -> None:
-        """Warn once that the file has an impossible number, which is not used."""
-        path = str(self._locate())
-        text = f"{path} has {what}, which cannot be right and is not used: {self._without}; remove the file"
-        self._warn(path, f"{text}, or set CHECKMATE_CACHE to another folder")
-
-    def fault(self) -> Fault | None:
-        """Read every page of the file and return its fault; None if the file can be read and written."""
-        try:
-            path = self._locate()
-        except OptionError as error:
-            return Fault("", error.message, error.hint)
-        try:
-            with closing(self._connect(path)) as connection:
-                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-                if verdict != "ok":
-                    raise sqlite3.DatabaseError(verdict)
-                with closing(sqlite3.connect(":memory:")) as intended:
-                    intended.executescript(self._schema)
-                    if not _columns(intended) <= _columns(connection):
-                        raise sqlite3.DatabaseError("its tables have other columns")
-                connection.execute("BEGIN IMMEDIATE")  # a read-only file is refused here
-                connection.rollback()
-        except _FAULTS as error:
-            return _fault(path, error)
-        return None
+    def _located(self) -> Path:
+        return cache_folder() / "store.sqlite" if self._path is None else Path(self._path)
 
     def _connect(self, path: Path) -> sqlite3.Connection:
         try:
@@ -129,12 +159,12 @@ class Database:
     def _opened(self, path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=self.wait_s)
         try:
-            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if tables and not any(f" {name} (" in self._schema for name in tables):
+            tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            if tables and "entries" not in tables:
                 raise sqlite3.DatabaseError("it is the database of another program")
             # Readers do not wait for a writer, and a process that dies while it writes leaves the file consistent.
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.executescript(self._schema)
+            connection.executescript(_SCHEMA)
         except BaseException:
             connection.close()
             raise
@@ -143,29 +173,29 @@ class Database:
     def _warn(self, place: str, text: str) -> None:
         if place not in _warned:
             _warned.add(place)
-            _log.warning("%s", text)
+            _log.warning("%s%s", text, ", or set CHECKMATE_CACHE to another folder" if place else "")
 
 
 def _fault(path: Path, error: Exception) -> Fault:
-    code, folder = _code(error), path.parent
-    if isinstance(error, OSError) or (code in _CURES and not os.access(folder, os.W_OK | os.X_OK)):
-        place, cure = f"the cache folder {folder}", "make it a folder that can be written"
+    if isinstance(error, OSError) or (_is_of(error, "CANTOPEN", "READONLY") and not os.access(path.parent, os.W_OK | os.X_OK)):
+        place, cure = f"the cache folder {path.parent}", "make it a folder that can be written"
+    elif _is_lock(error):
+        place, cure = str(path), "end the process that keeps it locked"
+    elif _is_of(error, "FULL", "IOERR", "READONLY", "CANTOPEN"):
+        place, cure = str(path), "make it writable, with free space on its disk"
     else:
-        place, cure = str(path), _CURES.get(code, "remove the file")
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return Fault(place, reason, cure, "written" if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL) else "used")
+        place, cure = str(path), "remove the file"
+    return Fault(place, error.strerror if isinstance(error, OSError) and error.strerror else str(error), cure)
 
 
-def _code(error: Exception) -> int:
-    """SQLite's error code: of a lock the full code, since its details matter; otherwise the low byte, the kind of error."""
-    code = getattr(error, "sqlite_errorcode", 0)
-    return code if code in _LOCKS else code & 0xFF
+def _is_lock(error: Any) -> bool:
+    """Whether a lock was not obtained, also by a network file system that gives none for the write-ahead log."""
+    return _is_of(error, "BUSY", "LOCKED", "PROTOCOL") or "LOCK" in getattr(error, "sqlite_errorname", "")
 
 
-def _columns(connection: sqlite3.Connection) -> set[tuple[str, str]]:
-    """Table and name of every column of a database."""
-    query = "SELECT t.name, c.name FROM sqlite_master AS t, pragma_table_info(t.name) AS c WHERE t.type = 'table'"
-    return set(connection.execute(query))
+def _is_of(error: Any, *kinds: str) -> bool:
+    """Whether SQLite's name of an error, like ``SQLITE_IOERR_READ``, is of one of some kinds, like ``IOERR``."""
+    return getattr(error, "sqlite_errorname", "").startswith(tuple(f"SQLITE_{kind}" for kind in kinds))
 
 
 def cache_folder() -> Path:

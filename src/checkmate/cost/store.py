@@ -1,23 +1,21 @@
-"""Measured op costs in a SQLite file of the user's cache folder, shared by all processes, and the processor's name."""
+"""Measured costs of ops, shared by all processes of a user, and the processor's name."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import platform
-import sqlite3
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from checkmate.core.errors import shortened
-from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.database import Store
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS measures (key TEXT PRIMARY KEY, cost_ns INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL)"
+_log = logging.getLogger("checkmate.cost")
 
-MOST_BYTES: Final = 2**47
-"""Bytes that a process can address: no op takes more."""
+OpT = TypeVar("OpT")
 
 
 class OpCost(NamedTuple):
@@ -27,12 +25,8 @@ class OpCost(NamedTuple):
     workspace_bytes: int  # bytes that live only while it runs
 
 
-class CostStore:
+class CostStore(Store[OpCost]):
     """Measurements by key. The first one written stays: all processes plan with the same costs.
-
-    A warning tells of a file that cannot be used; nothing is then read from it or kept. A warning also tells of an impossible
-    number, for example a negative or infinite cost; that op is measured again. By default the file is ``op_costs.sqlite`` in the
-    user's cache folder.
 
     Examples:
         >>> import tempfile
@@ -44,35 +38,62 @@ class CostStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        def locate() -> Path:
-            return Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
+        super().__init__("cost", OpCost, "costs of ops are measured again in every process", path)
 
-        self.database = Database(locate, _SCHEMA, "costs of ops are measured again in every process")
 
-    def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
-        """Measurements of those keys that are in the store."""
-        query = "SELECT key, cost_ns, workspace_bytes FROM measures WHERE key IN (SELECT value FROM json_each(?))"
-        wanted = json.dumps(list(dict.fromkeys(keys)))
+class MeasuredCosts(Generic[OpT]):
+    """Costs of the ops of a framework: from the store, else measured, or estimated if an op cannot run alone.
 
-        def read(connection: sqlite3.Connection) -> dict[str, OpCost]:
-            return {key: OpCost(cost, workspace) for key, cost, workspace in connection.execute(query, (wanted,))}
+    A signature is a text with everything on which the cost of an op depends; None for an op that cannot run in isolation.
+    ``measure`` gets all missing ops at once by signature, and the other requested ops with their known costs. It leaves out ops
+    that could not be measured.
 
-        found = self.database.run(read, {})
-        a_day_ns = 86_400 * 10**9
-        for key, cost in list(found.items()):
-            limits = (("a cost of {} ns", a_day_ns), ("a workspace of {} bytes", MOST_BYTES))
-            for number, (name, most) in zip(cost, limits, strict=True):
-                if not (isinstance(number, int) and 0 <= number <= most):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    self.database.disbelieve(name.format(shortened(repr(number))))
-                    found.pop(key, None)
-        return found
+    Examples:
+        >>> import tempfile
+        >>> store = CostStore(tempfile.mkdtemp() + "/costs.sqlite")
+        >>> measured = []
+        >>> def measure(ops, known):
+        ...     measured.extend(ops)
+        ...     return {key: OpCost(1000, 8) for key in ops}
+        >>> costs = MeasuredCosts(signature=str, measure=measure, estimate=lambda op: OpCost(1, 0), store=store)
+        >>> [cost.cost_ns for cost in costs(["mm", "add", "mm"])], measured
+        ([1000, 1000, 1000], ['mm', 'add'])
+    """
 
-    def add(self, measures: Mapping[str, OpCost]) -> None:
-        """Store measurements with new keys; existing ones stay as they are."""
-        rows = [(key, *measure) for key, measure in measures.items()]
-        self.database.run(
-            lambda connection: connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", rows), None
-        )
+    def __init__(
+        self,
+        *,
+        signature: Callable[[OpT], str | None],
+        measure: Callable[[Mapping[str, OpT], Mapping[str, tuple[OpT, OpCost]]], Mapping[str, OpCost]],
+        estimate: Callable[[OpT], OpCost],
+        store: CostStore | None = None,
+    ) -> None:
+        self.store = CostStore() if store is None else store
+        self.known: dict[str, OpCost] = {}
+        self._signature, self._measure, self._estimate = signature, measure, estimate
+
+    def __call__(self, ops: Sequence[OpT]) -> list[OpCost]:
+        """Cost of each op, in order; ops of the same signature share one measurement."""
+        keys = [self._signature(op) for op in ops]
+        distinct = {k: op for k, op in zip(keys, ops, strict=True) if k is not None}
+        missing = [k for k in distinct if k not in self.known]
+        if missing:
+            self.known.update(self.store.get(missing))
+            missing = [k for k in missing if k not in self.known]
+        if missing:
+            began = time.perf_counter()
+            known = {k: (op, self.known[k]) for k, op in distinct.items() if k in self.known}
+            measured = self._measure({k: distinct[k] for k in missing}, known)
+            self.store.add(measured)
+            self.known.update(measured)
+            # Another process may have measured the same op meanwhile. The first entry of the store counts: all processes then
+            # plan with the same costs.
+            self.known.update(self.store.get(missing))
+            _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
+        # An op that could not be measured now, for want of memory for example, may be measured another time.
+        estimated = {k: self._estimate(op) for k, op in distinct.items() if k not in self.known}
+        found = self.known | estimated
+        return [found[k] if k is not None else self._estimate(op) for k, op in zip(keys, ops, strict=True)]
 
 
 def quantise(cost: float) -> int:

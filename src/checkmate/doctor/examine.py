@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkmate.core.errors import OptionError
+from checkmate.cost.store import CostStore
 from checkmate.doctor import installation
 from checkmate.doctor.check import Check, guarded
 
@@ -81,7 +82,7 @@ def examine(
             can_compile = add(guarded("Triton", installation.check_triton)) and can_compile
         on_start("caches")
         add(guarded("cache folder", installation.check_cache_folder))
-        add(*installation.check_stores(installation.user_stores()))
+        add(installation.check_store(CostStore()))
         on_start("solvers")
         add(guarded("HiGHS", installation.check_highs))
         add(guarded("local search", installation.check_search))

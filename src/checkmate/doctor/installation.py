@@ -22,11 +22,9 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
-from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.database import cache_folder
 from checkmate.cost.store import CostStore
 from checkmate.doctor.check import Check
-from checkmate.frontend.plan_store import PlanStore
-from checkmate.frontend.solved_plans import SolvedPlans
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.milp import Milp
 from checkmate.solvers.session import Solver
@@ -226,25 +224,13 @@ def check_folder(name: str, folder: Path, other: str) -> Check:
     return Check(name, "ok", f"{folder} can be written, {format_bytes(free)} free")
 
 
-def user_stores() -> dict[str, Database]:
-    """The stores of this user, by their contents."""
-    return {
-        "cost store": CostStore().database,
-        "store of solved plans": SolvedPlans().database,
-        "store of compiled plans": PlanStore("").database,
-    }
-
-
-def check_stores(stores: Mapping[str, Database]) -> list[Check]:
-    """Stores by their contents: one check for all intact ones, and one for each damaged one."""
-    faults = {name: database.fault() for name, database in stores.items()}
-    intact = [name for name, fault in faults.items() if fault is None]
-    checks = [Check("stores", "ok", f"intact: {', '.join(intact)}")] if intact else []
-    for name, fault in faults.items():
-        if fault is not None:
-            cure = f"{fault.cure}, or set CHECKMATE_CACHE to another folder"
-            checks.append(Check(name, "failed", f"{fault.place} cannot be {fault.used}: {fault.reason}", cure))
-    return checks
+def check_store(store: CostStore) -> Check:
+    """The store of measured costs, plans and verdicts, page by page."""
+    fault = store.fault()
+    if fault is None:
+        return Check("store", "ok", "measured costs and plans are intact")
+    cure = f"{fault.cure}, or set CHECKMATE_CACHE to another folder"
+    return Check("store", "failed", f"{fault.place} cannot be used: {fault.reason}", cure)
 
 
 def check_highs() -> Check:

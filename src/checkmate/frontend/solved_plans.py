@@ -1,8 +1,7 @@
-"""Plans that solvers found, in a SQLite file in the user's cache folder: a second process need not search again.
+"""Plans that solvers found, shared by all processes of a user: a second process need not search again.
 
-A row is only a claim, like the answer of a solver: its plan is checked and simulated for the current graph before use. A row that
-is damaged, or whose plan fails the check, is ignored. The lower bound on the cost of all plans cannot be computed from a plan: it
-is stored with the plan, and a checksum covers both.
+A stored plan is only a claim, like the answer of a solver: it is checked and simulated for the current graph before use, and
+ignored if it fails the check. The lower bound on the cost of all plans cannot be computed from a plan: it is stored with it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import hashlib
 import logging
 import math
 import os
-import sqlite3
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,7 +22,7 @@ from checkmate.core.evaluate import evaluate
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result, Termination
-from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.database import Store
 
 _log = logging.getLogger("checkmate.frontend")
 
@@ -37,7 +34,7 @@ _LEAST_S: Final = 0.02
 """Seconds of a solve whose plan is worth storing: it has searched, for which a new process loads kernels for a second."""
 
 
-class _Row(msgspec.Struct, frozen=True, array_like=True):
+class _Solved(msgspec.Struct, frozen=True, array_like=True):
     """One solved problem."""
 
     order: tuple[int, ...]  # ops in the order of their computations
@@ -47,25 +44,20 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     gap: float  # gap at which the solve was to stop
 
     def answers(self, limits: Limits, found_gap: float) -> bool:
-        """Whether a solve with these limits would end no later: the row is proven, within their gap, or had as much time."""
+        """Whether a solve with these limits would end no later: the plan is proven, within their gap, or had as much time."""
         asked_s = math.inf if limits.time_s is None else limits.time_s
         done = self.termination.reason is Reason.OPTIMAL or found_gap <= limits.gap
         return done or (self.time_s >= asked_s and self.gap <= limits.gap)
 
 
 class SolvedPlans:
-    """Plans that were found before, by problem and solver, in a file of the user's cache folder by default.
+    """Plans that were found before, by problem and solver.
 
     Any fault of the file causes a warning and no error: the problem is then solved again.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        def locate() -> Path:
-            return Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
-
-        schema = "CREATE TABLE IF NOT EXISTS solved (key TEXT PRIMARY KEY, row BLOB NOT NULL, checksum TEXT NOT NULL)"
-        self._locate = locate
-        self.database = Database(locate, schema, "plans are searched again in every process")
+        self._store = Store("solved plans", _Solved, "plans are searched again in every process", path)
 
     @classmethod
     def of_user(cls) -> SolvedPlans | None:
@@ -79,17 +71,18 @@ class SolvedPlans:
         only a start.
         """
         began = time.perf_counter()
-        row = self._read(_key(problem, solver))
-        if row is None:
+        key = _key(problem, solver)
+        known = self._store.get([key]).get(key)
+        if known is None:
             return None
         try:
-            result = evaluate(problem.graph, Plan.from_order(problem.graph, row.order))
+            result = evaluate(problem.graph, Plan.from_order(problem.graph, known.order))
         except (CheckmateError, IndexError, OverflowError) as error:
-            _log.warning("a stored plan of %s does not hold for its graph and is not used: %s", self._locate(), error)
+            _log.warning("a stored plan does not hold for its graph and is not used: %s", error)
             return None
-        bound = max(result.bound, row.bound)
+        bound = max(result.bound, known.bound)
         if result.peak_bytes > problem.budget_bytes or bound > result.cost:
-            _log.warning("a stored plan of %s does not keep its budget or costs less than its bound: not used", self._locate())
+            _log.warning("a stored plan does not keep its budget or costs less than its bound: not used")
             return None
         gap = (result.cost - bound) / result.cost if result.cost else 0.0
         result = msgspec.structs.replace(
@@ -97,36 +90,19 @@ class SolvedPlans:
             budget_bytes=problem.budget_bytes,
             bound=bound,
             gap=gap,
-            termination=msgspec.structs.replace(row.termination, detail=PLANNED_BEFORE),
+            termination=msgspec.structs.replace(known.termination, detail=PLANNED_BEFORE),
             solver=solver,
             elapsed_s=time.perf_counter() - began,
         )
-        return result, row.answers(limits, gap)
+        return result, known.answers(limits, gap)
 
     def add(self, problem: Problem, limits: Limits, result: Result) -> None:
         """Store the result of a solve within limits, unless the solve was very short or ended at a target."""
         if result.elapsed_s < _LEAST_S or result.termination.limit == "target":
             return
         most_s = math.inf if limits.time_s is None else limits.time_s
-        body = msgspec.msgpack.encode(_Row(result.plan.order, result.bound, result.termination, most_s, limits.gap))
-        key = _key(problem, result.solver)
-        row = (key, body, _checksum(key, body))
-        self.database.run(lambda connection: connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", row), None)
-
-    def _read(self, key: str) -> _Row | None:
-        def read(connection: sqlite3.Connection) -> tuple[bytes, str] | None:
-            return connection.execute("SELECT row, checksum FROM solved WHERE key = ?", (key,)).fetchone()
-
-        body, checksum = self.database.run(read, None) or (b"", None)
-        try:
-            if checksum is None:
-                return None
-            if checksum != _checksum(key, body):
-                raise msgspec.ValidationError("its checksum is wrong")
-            return msgspec.msgpack.decode(body, type=_Row)
-        except (msgspec.DecodeError, TypeError) as error:
-            _log.warning("a row of %s is damaged and is not used: %s", self._locate(), error)
-            return None
+        solved = _Solved(result.plan.order, result.bound, result.termination, most_s, limits.gap)
+        self._store.add({_key(problem, result.solver): solved}, replace=True)
 
 
 def _key(problem: Problem, solver: str) -> str:
@@ -146,7 +122,3 @@ def _key(problem: Problem, solver: str) -> str:
         problem.reorder,
     )
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
-
-
-def _checksum(key: str, body: bytes) -> str:
-    return hashlib.sha256(key.encode() + body).hexdigest()

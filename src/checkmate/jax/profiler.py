@@ -19,9 +19,8 @@ from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device, roofline_ns
-from checkmate.cost.store import OpCost, library_variables, processor, quantise
+from checkmate.cost.store import MeasuredCosts, OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
-from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside

@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
-from checkmate.cost.store import OpCost, library_variables, processor, quantise
+from checkmate.cost.store import MeasuredCosts, OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
-from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import op_determinism, run_op, trace_events
 from checkmate.tf2.measure.peak import default_device, has_memory_stats
