@@ -74,7 +74,7 @@ class PlannedFit:
         return self.model.train_function
 
 
-@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[CommonOptions]) -> PlannedFit:
     """Let `model.fit` keep a memory budget: call it after `model.compile`, and train as before.
 

@@ -118,7 +118,7 @@ class TrainStep:
         return result
 
 
-@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     model: keras.Model,
     loss: Loss,
