@@ -70,7 +70,7 @@ def build(name: str) -> tuple[Any, ...]:
 
 def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any, y: Any) -> dict[str, Any]:
     """Peak over resident and process time of a step, and a hash of all that some steps leave behind."""
-    from checkmate.tf2.measure.peak import measure_peak
+    from checkmate.tf2.peak import measure_peak
 
     digest, peaks, times = hashlib.sha256(), [], []
 

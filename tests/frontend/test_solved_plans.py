@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import checkmate.frontend.solved_plans as solved_plans
+import checkmate.frontend.plan_store as plan_store
 from checkmate import Graph, InfeasibleBudgetError, Limits, Problem, Reason, Termination
 from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.plan_store import SolvedPlans
 from checkmate.frontend.planner import cheapest, planner_for
-from checkmate.frontend.solved_plans import SolvedPlans
 from checkmate.solvers.session import Session
 
 TWO_PROCESSES = """
@@ -121,7 +121,7 @@ def test_another_version_of_checkmate_plans_again(monkeypatch: pytest.MonkeyPatc
     """Its solvers may find better plans."""
     calls = [(Problem(graph(), 9), Finds(), 5.0)]
     assert searches_of(*calls) == [0]
-    monkeypatch.setattr(solved_plans, "__version__", "0.0.0")
+    monkeypatch.setattr(plan_store, "__version__", "0.0.0")
     assert searches_of(*calls) == [0]
 
 
@@ -174,7 +174,7 @@ def damage(folder: Path, row: bytes, checksum: str | None = None) -> None:
 
 
 def row(order: tuple[int, ...], bound: float) -> bytes:
-    return msgspec.msgpack.encode(solved_plans._Solved(order, bound, Termination(Reason.OPTIMAL), math.inf, 0.0))
+    return msgspec.msgpack.encode(plan_store._Solved(order, bound, Termination(Reason.OPTIMAL), math.inf, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import tensorflow as tf
 import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT
-from checkmate.tf2.measure.peak import measure_peak
+from checkmate.tf2.peak import measure_peak
 from tests.tf2.networks import build
 from tests.tf2.steps import requested_peak
 

@@ -11,11 +11,10 @@ import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.measure.peak import measure_peak
-from checkmate.tf2.measure.profiler import estimated_costs
-from checkmate.tf2.models import resolve_losses
-from checkmate.tf2.specs import specs_of
-from checkmate.tf2.trace import trace_step
+from checkmate.tf2.peak import measure_peak
+from checkmate.tf2.profiler import estimated_costs
+from checkmate.tf2.step import specs_of
+from checkmate.tf2.trace import resolve_losses, trace_step
 from tests.tf2.networks import build
 from tests.tf2.steps import differing, requested_peak
 

@@ -10,8 +10,8 @@ import pytest
 from keras import layers
 
 import checkmate
-from checkmate.tf2.measure import profiler
-from checkmate.tf2.measure.profiler import environment
+from checkmate.tf2 import profiler
+from checkmate.tf2.profiler import environment
 from tests.tf2.steps import differing, observe
 
 X = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")

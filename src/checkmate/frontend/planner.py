@@ -27,7 +27,7 @@ from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.counted_memory import cheapest_counted, resolved_budget
 from checkmate.frontend.options import PlanningOptions
-from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
+from checkmate.frontend.plan_store import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.reductions.unread import plan_of_needed

@@ -151,7 +151,7 @@ def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
     planned = torch.compile(call, backend="checkmate", options={{"budget": {budget!r}}})
     model.call = lambda *args, **kwargs: (planned if torch.is_grad_enabled() else call)(*args, **kwargs)"""
         raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow only", hint=hint)
-    from checkmate.tf2.models import check_environment  # imports the framework
+    from checkmate.tf2.trace import check_environment  # imports the framework
 
     check_environment(model)
     if not model.compiled or model.optimizer is None:

@@ -15,9 +15,8 @@ from checkmate.core.graph import Graph, Phase
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
 from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.measure.opaque_ops import with_opaque_measured
-from checkmate.tf2.measure.profiler import cost_source
 from checkmate.tf2.planned_steps import PlannedSteps
+from checkmate.tf2.profiler import cost_source, with_opaque_measured
 from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 
 _log = logging.getLogger("checkmate.keras")

@@ -1,18 +1,154 @@
-"""Trace a Keras training step as one function: forward, loss, backward and optimizer."""
+"""Trace a Keras training step as one function: forward, loss, backward and optimizer.
+
+Model, losses and optimizer are checked and resolved as in `keras.Model.compile`.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from checkmate.core.errors import CheckmateError, GraphError
+from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
-from checkmate.tf2.models import total_loss
+
+Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
+
+
+class NotBuiltError(CheckmateError, ValueError):
+    """A model that is not built: it has no variables yet."""
+
+
+def check_model(model: keras.Model) -> None:
+    """Check that a model is built and that its steps can be planned in this process."""
+    check_environment(model)
+    if not model.built:
+        raise NotBuiltError(
+            f"model {model.name!r} is not built: it has no variables yet",
+            hint="call the model once on a batch, or call model.build(input_shape)",
+        )
+
+
+def check_environment(model: keras.Model) -> None:
+    """Check that steps of a model, which need not be built yet, can be planned in this process."""
+    if keras.config.backend() != "tensorflow":
+        raise OptionError(
+            f"Keras runs on {keras.config.backend()}, not on TensorFlow",
+            hint="set the environment variable KERAS_BACKEND=tensorflow before Keras is imported; for torch use checkmate.torch",
+        )
+    if not isinstance(model, keras.Model):
+        raise OptionError(
+            f"model={type(model).__name__} is not a keras.Model",
+            hint="pass a keras.Model; wrap layers in keras.Sequential",
+        )
+    if model.built and not model.trainable_variables:
+        raise OptionError(
+            f"model {model.name!r} has no trainable weights, so that a step would change nothing",
+            hint="set `trainable = True` on the model or on some of its layers",
+        )
+    strategy = model.distribute_strategy
+    if strategy is not tf.distribute.get_strategy():
+        raise OptionError(
+            f"model {model.name!r} was created in the scope of a {type(strategy).__name__}, and a step is planned for one device",
+            hint="build and compile the model outside of `strategy.scope()`",
+        )
+    if tf.distribute.has_strategy():
+        raise OptionError(
+            "a step is planned for one device, and this call is inside the scope of a tf.distribute strategy",
+            hint="make this call outside of `strategy.scope()`",
+        )
+    if tf.config.functions_run_eagerly():
+        raise OptionError(
+            "tf.config.run_functions_eagerly(True) is set, and only a graph can be planned",
+            hint="call tf.config.run_functions_eagerly(False)",
+        )
+
+
+def resolve_losses(model: keras.Model, loss: Loss) -> list[Callable[..., Any]]:
+    """The losses of a model: one for each output, or one for all."""
+    if isinstance(loss, Mapping):
+        names = list(getattr(model, "output_names", None) or sorted(loss))
+        if set(names) != set(loss):
+            raise OptionError(
+                f"loss has the keys {', '.join(sorted(loss))}, and the model's outputs are {', '.join(names)}",
+                hint=f"pass a mapping with one loss for each of {', '.join(names)}",
+            )
+        # `tf.nest` sorts the outputs of a model that returns a mapping by name.
+        ordered = sorted(loss) if isinstance(model.output, Mapping) else names
+        return [_resolved(loss[name]) for name in ordered]
+    if isinstance(loss, (list, tuple)):
+        return [_resolved(one) for one in loss]
+    return [_resolved(loss)]
+
+
+def resolve_optimizer(model: keras.Model, optimizer: Any) -> keras.Optimizer:
+    """The Keras optimizer; under the policy ``mixed_float16`` in a `LossScaleOptimizer`, as in `keras.Model.compile`."""
+    hint = "pass a keras.optimizers object, or a name such as 'adam'"
+    try:
+        found = keras.optimizers.get(optimizer)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"optimizer={optimizer!r} is not a Keras optimizer", hint=hint) from error
+    if found is None:
+        raise OptionError("optimizer is None, and a step applies an optimizer", hint=hint)
+    if model.dtype_policy.name == "mixed_float16" and not isinstance(found, keras.optimizers.LossScaleOptimizer):
+        return keras.optimizers.LossScaleOptimizer(found)
+    return found
+
+
+def _resolved(loss: Any) -> Callable[..., Any]:
+    hint = "pass a keras.losses object, a function of labels and prediction, or a name such as 'mse'"
+    try:
+        found = keras.losses.get(loss)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"loss={loss!r} is not a Keras loss", hint=hint) from error
+    if not callable(found):
+        raise OptionError(f"loss={loss!r} cannot be called", hint=hint)
+    return found
+
+
+def total_loss(losses: Sequence[Callable[..., Any]], labels: Any, prediction: Any, weights: Any, extra: Sequence[Any]) -> Any:
+    """Sum of the losses of all outputs and of the model's own losses (regularisers)."""
+    targets, outputs = tf.nest.flatten(labels), tf.nest.flatten(prediction)
+    if len(targets) != len(outputs) or len(losses) not in (1, len(outputs)):
+        raise OptionError(
+            f"the model has {len(outputs)} outputs, and there are {len(targets)} labels and {len(losses)} losses",
+            hint="pass one label for each output, and one loss for all outputs or one for each",
+        )
+    each = list(losses) * len(outputs) if len(losses) == 1 else list(losses)
+    factors = [None] if weights is None else tf.nest.flatten(weights)
+    if len(factors) not in (1, len(outputs)):
+        raise OptionError(
+            f"the model has {len(outputs)} outputs, and there are {len(factors)} sample weights",
+            hint="pass one array of sample weights for all outputs, or one for each",
+        )
+    factors = factors * len(outputs) if len(factors) == 1 else factors
+    parts = [_weighted(f, t, p, w) for f, t, p, w in zip(each, targets, outputs, factors, strict=True)]
+    parts += [tf.cast(e, parts[0].dtype) for e in extra]
+    return parts[0] if len(parts) == 1 else tf.add_n(parts)
+
+
+class _FunctionAsLoss(keras.losses.Loss):
+    """A function with one value per sample, such as `keras.losses.mse`, as a loss that weights and averages these values."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(name="function")
+        self._function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self._function(y_true, y_pred)
+
+
+def _weighted(loss: Callable[..., Any], target: Any, output: Any, weights: Any) -> Any:
+    """A loss as one number; with weights of samples, the mean of its weighted values, as in `keras.Model.compile`."""
+    if weights is not None:
+        known = loss if isinstance(loss, keras.losses.Loss) else _FunctionAsLoss(loss)
+        return known(target, output, sample_weight=weights)
+    value = tf.convert_to_tensor(loss(target, output))
+    return value if value.shape.rank == 0 else tf.reduce_mean(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
