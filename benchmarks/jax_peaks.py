@@ -78,7 +78,7 @@ class Program:
         from jax.interpreters.partial_eval import dce_jaxpr
 
         from checkmate.jax._compat import opened
-        from checkmate.jax.graph.op_properties import flops
+        from checkmate.jax.graph.capture import flops
 
         jaxpr, _ = opened(jax.make_jaxpr(function)(*self._arguments))
         needed, *_ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # loops compute values that their derivative does not read

@@ -22,8 +22,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
-from checkmate.cost.database import cache_folder
-from checkmate.cost.store import CostStore
+from checkmate.cost.store import CostStore, cache_folder
 from checkmate.doctor.check import Check
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.milp import Milp

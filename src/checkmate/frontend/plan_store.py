@@ -30,7 +30,7 @@ from checkmate.core.evaluate import evaluate
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result, Termination
-from checkmate.cost.database import Store
+from checkmate.cost.store import Store
 from checkmate.frontend.step_memory import StepMemory
 
 

@@ -18,8 +18,7 @@ from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
-from checkmate.jax.graph.capture import capture_trace
-from checkmate.jax.graph.op_properties import COLLECTIVES
+from checkmate.jax.graph.capture import COLLECTIVES, capture_trace
 from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
 from checkmate.jax.profiler import cost_source
 

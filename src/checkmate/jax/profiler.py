@@ -22,7 +22,7 @@ from checkmate.cost.device import load_device, roofline_ns
 from checkmate.cost.store import MeasuredCosts, OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
-from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
+from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkmate.cost.database import Store
+from checkmate.cost.store import Store
 from checkmate.torch._compat.inductor import inductor_config
 
 

@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from checkmate.core.units import format_bytes
-from checkmate.cost.database import Store
+from checkmate.cost.store import Store
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
