@@ -14,7 +14,7 @@ from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.peak import measure_peak
 from checkmate.tf2.profiler import estimated_costs
 from checkmate.tf2.step import specs_of
-from checkmate.tf2.trace import resolve_losses, trace_step
+from checkmate.tf2.trace import Compiled, trace_step
 from tests.tf2.networks import build
 from tests.tf2.steps import differing, requested_peak
 
@@ -22,7 +22,7 @@ from tests.tf2.steps import differing, requested_peak
 @pytest.fixture(scope="module")
 def planned():
     model, loss, optimizer, x, y = build("dropout")
-    trace = trace_step(model, resolve_losses(model, loss), optimizer, (specs_of(x, "x"), specs_of(y, "y")))
+    trace = trace_step(Compiled(model, loss, optimizer), (specs_of(x, "x"), specs_of(y, "y")))
     capture = capture_trace(trace, estimated_costs)
     plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=2)).plan
     yield capture, plan, [tf.constant(x), tf.constant(y)]

@@ -76,29 +76,9 @@ def planned_and_plain(make, optimizer, x, y, loss="sparse_categorical_crossentro
         else:
             mine = keras.optimizers.LossScaleOptimizer(mine) if model.dtype_policy.name == "mixed_float16" else mine
             mine.build(model.trainable_variables)
-            step = (
-                scaled_step(model, mine)
-                if isinstance(mine, keras.optimizers.LossScaleOptimizer)
-                else plain_step(model, loss, mine)
-            )
+            step = plain_step(model, loss, mine)
         found.append(observe(step, model, mine, tf.constant(x), tf.constant(y)))
     return found
-
-
-def scaled_step(model, optimizer):
-    @tf.function(autograph=False)
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            prediction = model(x, training=True)
-            value = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, prediction))
-            if model.losses:
-                value = tf.add_n([value, *model.losses])
-            scaled = optimizer.scale_loss(value)
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return prediction, value
-
-    return step
 
 
 def quick(names, *those):

@@ -20,7 +20,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, 
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.planned_steps import PlannedFunction, PlannedSteps
 from checkmate.tf2.profiler import cost_source, with_opaque_measured
-from checkmate.tf2.trace import Loss, check_model, resolve_losses, resolve_optimizer, trace_step
+from checkmate.tf2.trace import Compiled, Loss, check_model, trace_step
 
 ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
 """Names of the specifications of the arguments of a step."""
@@ -122,16 +122,15 @@ class TrainStep:
 
     def __init__(
         self,
-        model: keras.Model,
-        losses: Any,
-        optimizer: keras.Optimizer,
+        compiled: Compiled,
         specs: tuple[Any, ...],
         batch: list[tf.Tensor] | None,
         options: PlanningOptions,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model: keras.Model = compiled.model
+        self.optimizer: keras.Optimizer = compiled.optimizer
         self._specs = specs
-        self._steps = PlannedSteps(lambda s: trace_step(model, losses, optimizer, s), options, model.name)
+        self._steps = PlannedSteps(lambda s: trace_step(compiled, s), options, compiled.name)
         if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(specs)):
             self._steps.plan(specs, batch)
 
@@ -262,7 +261,7 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     samples = (input_spec, label_spec) if sample_weight_spec is None else (input_spec, label_spec, sample_weight_spec)
     specs = tuple(specs_of(sample, name) for sample, name in zip(samples, ARGUMENTS, strict=False))
     batch = sample_batch(specs, samples)
-    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, planning)
+    return TrainStep(Compiled(model, loss, optimizer), specs, batch, planning)
 
 
 def capture(
@@ -290,6 +289,6 @@ def capture(
     check_model(model)
     source = cost_source(costs)
     specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
-    trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
+    trace = trace_step(Compiled(model, loss, optimizer), specs)
     captured = capture_trace(trace, source, model.name)
     return (with_opaque_measured(captured) if costs == "measured" else captured).graph

@@ -1,6 +1,6 @@
 """Trace a Keras training step as one function: forward, loss, backward and optimizer.
 
-Model, losses and optimizer are checked and resolved as in `keras.Model.compile`.
+The model is checked first; Keras resolves losses and optimizer.
 """
 
 from __future__ import annotations
@@ -68,87 +68,20 @@ def check_environment(model: keras.Model) -> None:
         )
 
 
-def resolve_losses(model: keras.Model, loss: Loss) -> list[Callable[..., Any]]:
-    """The losses of a model: one for each output, or one for all."""
-    if isinstance(loss, Mapping):
-        names = list(getattr(model, "output_names", None) or sorted(loss))
-        if set(names) != set(loss):
-            raise OptionError(
-                f"loss has the keys {', '.join(sorted(loss))}, and the model's outputs are {', '.join(names)}",
-                hint=f"pass a mapping with one loss for each of {', '.join(names)}",
-            )
-        # `tf.nest` sorts the outputs of a model that returns a mapping by name.
-        ordered = sorted(loss) if isinstance(model.output, Mapping) else names
-        return [_resolved(loss[name]) for name in ordered]
-    if isinstance(loss, (list, tuple)):
-        return [_resolved(one) for one in loss]
-    return [_resolved(loss)]
+class Compiled(keras.Model):
+    """The losses and the optimizer of a step of a model, as `keras.Model.compile` resolves them; the model stays as it is."""
 
-
-def resolve_optimizer(model: keras.Model, optimizer: Any) -> keras.Optimizer:
-    """The Keras optimizer; under the policy ``mixed_float16`` in a `LossScaleOptimizer`, as in `keras.Model.compile`."""
-    hint = "pass a keras.optimizers object, or a name such as 'adam'"
-    try:
-        found = keras.optimizers.get(optimizer)
-    except (ValueError, TypeError) as error:
-        raise OptionError(f"optimizer={optimizer!r} is not a Keras optimizer", hint=hint) from error
-    if found is None:
-        raise OptionError("optimizer is None, and a step applies an optimizer", hint=hint)
-    if model.dtype_policy.name == "mixed_float16" and not isinstance(found, keras.optimizers.LossScaleOptimizer):
-        return keras.optimizers.LossScaleOptimizer(found)
-    return found
-
-
-def _resolved(loss: Any) -> Callable[..., Any]:
-    hint = "pass a keras.losses object, a function of labels and prediction, or a name such as 'mse'"
-    try:
-        found = keras.losses.get(loss)
-    except (ValueError, TypeError) as error:
-        raise OptionError(f"loss={loss!r} is not a Keras loss", hint=hint) from error
-    if not callable(found):
-        raise OptionError(f"loss={loss!r} cannot be called", hint=hint)
-    return found
-
-
-def total_loss(losses: Sequence[Callable[..., Any]], labels: Any, prediction: Any, weights: Any, extra: Sequence[Any]) -> Any:
-    """Sum of the losses of all outputs and of the model's own losses (regularisers)."""
-    targets, outputs = tf.nest.flatten(labels), tf.nest.flatten(prediction)
-    if len(targets) != len(outputs) or len(losses) not in (1, len(outputs)):
-        raise OptionError(
-            f"the model has {len(outputs)} outputs, and there are {len(targets)} labels and {len(losses)} losses",
-            hint="pass one label for each output, and one loss for all outputs or one for each",
-        )
-    each = list(losses) * len(outputs) if len(losses) == 1 else list(losses)
-    factors = [None] if weights is None else tf.nest.flatten(weights)
-    if len(factors) not in (1, len(outputs)):
-        raise OptionError(
-            f"the model has {len(outputs)} outputs, and there are {len(factors)} sample weights",
-            hint="pass one array of sample weights for all outputs, or one for each",
-        )
-    factors = factors * len(outputs) if len(factors) == 1 else factors
-    parts = [_weighted(f, t, p, w) for f, t, p, w in zip(each, targets, outputs, factors, strict=True)]
-    parts += [tf.cast(e, parts[0].dtype) for e in extra]
-    return parts[0] if len(parts) == 1 else tf.add_n(parts)
-
-
-class _FunctionAsLoss(keras.losses.Loss):
-    """A function with one value per sample, such as `keras.losses.mse`, as a loss that weights and averages these values."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(name="function")
-        self._function = function
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return self._function(y_true, y_pred)
-
-
-def _weighted(loss: Callable[..., Any], target: Any, output: Any, weights: Any) -> Any:
-    """A loss as one number; with weights of samples, the mean of its weighted values, as in `keras.Model.compile`."""
-    if weights is not None:
-        known = loss if isinstance(loss, keras.losses.Loss) else _FunctionAsLoss(loss)
-        return known(target, output, sample_weight=weights)
-    value = tf.convert_to_tensor(loss(target, output))
-    return value if value.shape.rank == 0 else tf.reduce_mean(value)
+    def __init__(self, model: keras.Model, loss: Loss, optimizer: Any) -> None:
+        super().__init__(name=model.name, dtype=model.dtype_policy)
+        self.model: Any = model  # its own losses (regularisers) count
+        self.output_names = getattr(model, "output_names", None)
+        hint = "pass a keras.optimizers object, or a name such as 'adam'"
+        if optimizer is None:
+            raise OptionError("optimizer is None, and a step applies an optimizer", hint=hint)
+        try:
+            self.compile(optimizer, loss)
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"optimizer={optimizer!r} is not a Keras optimizer", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,11 +144,12 @@ class PhaseMarks:
         self.parts.sort(key=lambda part: part[0])
 
 
-def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimizer: keras.Optimizer, specs: Any) -> Trace:
+def trace_step(compiled: Compiled, specs: Any) -> Trace:
     """Trace a step. Nothing runs, except that the optimizer's slots are created if they do not exist.
 
     ``specs`` are nests of `tf.TensorSpec`: inputs, labels and, if there are any, sample weights.
     """
+    model, optimizer = compiled.model, compiled.optimizer
     if not optimizer.built:  # otherwise its slots would be created inside the trace
         with tf.init_scope():
             optimizer.build(model.trainable_variables)
@@ -226,7 +160,7 @@ def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimiz
         with tf.GradientTape() as tape:
             prediction = model(inputs, training=True)
             marks.begin("loss")
-            loss = total_loss(losses, labels, prediction, weights, model.losses)
+            loss = compiled.compute_loss(inputs, labels, prediction, weights)
             scaled = optimizer.scale_loss(loss)
         marks.begin("backward")
         gradients = tape.gradient(scaled, model.trainable_variables)
@@ -245,7 +179,7 @@ def trace_function(step: Callable[..., Any], specs: Sequence[Any], marks: PhaseM
     """
     try:
         function = tf.function(step, autograph=False).get_concrete_function(*specs)
-    except (TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError, tf.errors.OpError) as error:
         if isinstance(error, CheckmateError):
             raise
         raise GraphError(
