@@ -211,9 +211,10 @@ class Layers:
         return best
 
     def smallest(self) -> list[Arrangement]:
-        """The arrangements that save only carries, the one that holds the fewest bytes first."""
+        """Arrangements that save only carries: a simple loop, and the two nested ones that hold the fewest bytes."""
         nothing = self.choices.cheapest(0)
-        return sorted((self._alike(nothing, d) for d in (1, *self._inner_lengths)), key=lambda found: found.held_bytes)
+        nested = sorted((self._alike(nothing, inner) for inner in self._inner_lengths), key=lambda found: found.held_bytes)
+        return [self._alike(nothing), *nested[:2]]
 
     def _candidates(self, most_bytes: int) -> Iterator[Arrangement]:
         """Arrangements of every kind, the simplest first: one choice, two, and nested loops with one choice."""

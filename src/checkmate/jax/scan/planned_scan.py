@@ -14,7 +14,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend import progress
-from checkmate.frontend.calibration import AIM, Calibration, Offset, Trial
+from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.options import CostSource, parsed
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
@@ -87,26 +87,31 @@ class Loop:
     def cheapest_within(self, budget_bytes: int) -> tuple[Arrangement, int]:
         """The cheapest arrangement whose compiled bytes keep a budget, and its compiled bytes of temporary values.
 
-        XLA needs more than the held bytes, for the derivative of one layer; the excess is nearly the same for all arrangements.
+        XLA needs more than the held bytes, for the derivative of one layer.
         """
-        trials = Calibration[Arrangement](budget_bytes, Offset(resident_bytes=self.fixed_bytes, most_trials=4, headroom=1 - AIM))
+        policy = Proportional(resident_bytes=self.fixed_bytes, least_cost=1, least_saving=0.005)
+        trials = Calibration[Arrangement](budget_bytes, policy)
+        smallest = self.layers.smallest()  # XLA may need fewer bytes for them than foreseen
         while (target := trials.next_target()) is not None:
             tried = [trial.outcome for trial in trials.trials]
-            chosen = self.layers.cheapest(target - self.fixed_bytes)
-            if chosen is None:  # XLA may need fewer bytes than foreseen for what holds the least
-                chosen = next((found for found in self.layers.smallest() if found not in tried), None)
+            chosen = self.layers.cheapest(target - self.fixed_bytes) or next((a for a in smallest if a not in tried), None)
             if chosen is None or chosen in tried:
                 break
-            planned, needed = (self.fixed_bytes + size for size in (chosen.held_bytes, self.temp_bytes(chosen)))
-            amounts = map(format_bytes, (planned, needed, budget_bytes))
-            _log.info("planned %s, compiled %s of %s, cost %.4g", *amounts, chosen.cost)
-            figures = {"planned_bytes": planned, "needed_bytes": needed, "cost": chosen.cost}
-            overhead = self.overhead(chosen.cost)
-            trials.record(Trial(target_bytes=max(target, planned), **figures, overhead=overhead, outcome=chosen))
+            trials.record(self._compiled(chosen, target))
+        for arrangement in smallest:
+            if trials.best() is None and all(trial.outcome != arrangement for trial in trials.trials):
+                trials.record(self._compiled(arrangement, budget_bytes))
         best = trials.best()
         if best is None or best.needed_bytes is None:
             raise trials.refusal()
         return best.outcome, best.needed_bytes - self.fixed_bytes
+
+    def _compiled(self, arrangement: Arrangement, target_bytes: int) -> Trial[Arrangement]:
+        planned, needed = (self.fixed_bytes + size for size in (arrangement.held_bytes, self.temp_bytes(arrangement)))
+        cost = self.overhead(arrangement.cost)
+        _log.info("planned %s, compiled %s, overhead %.4f", format_bytes(planned), format_bytes(needed), cost)
+        figures = {"planned_bytes": planned, "needed_bytes": needed, "cost": cost, "overhead": cost}
+        return Trial(target_bytes=target_bytes, **figures, outcome=arrangement)
 
     def _flat(self, groups: Sequence[LayerGroup]) -> Pure:
         return FlatFunction(functools.partial(run_groups, self.naming, groups, exact=self._exact), self._arguments)
