@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
-
-from checkmate.tf2._compat import is_stateful
 
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
 """Role of an op of the traced step.
@@ -31,10 +29,7 @@ READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Va
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Loops of TensorFlow 2."""
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-"""Calls of nested functions."""
-
-OPAQUE = LOOPS | CALLS | {"If", "Case", "StatelessIf", "StatelessCase"}
+OPAQUE = LOOPS | {"If", "Case", "StatelessIf", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
 """Loops, branches and calls: each is one op of the graph, with everything inside."""
 
 KERNEL_RANDOM = frozenset(
@@ -62,35 +57,9 @@ _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their unty
 def classify(ops: Sequence[tf.Operation]) -> dict[str, Kind]:
     """The kind of every op, by name, of ops in the order in which they were traced."""
     kinds: dict[str, Kind] = {}
-    readers = _calls_that_read(ops)
     for op in ops:
-        kinds[op.name] = "op" if op.name in readers else _kind(op, kinds)
+        kinds[op.name] = _kind(op, kinds)
     return kinds
-
-
-def _calls_that_read(ops: Sequence[tf.Operation]) -> frozenset[str]:
-    """Names of the calls of nested functions that only read variables: these calls can be recomputed.
-
-    Keras calls these functions for convolutions with groups, which it lets XLA compile because TensorFlow's kernel for the CPU
-    lacks them (``_conv_xla`` in keras/src/backend/tensorflow/nn.py).
-    """
-    calls = [op for op in ops if op.type == "StatefulPartitionedCall"]
-    if not calls:
-        return frozenset()
-    library = {f.signature.name: f for f in calls[0].graph.as_graph_def().library.function}
-    return frozenset(op.name for op in calls if _only_reads(op.get_attr("f").name, library))
-
-
-def _only_reads(name: str, library: Mapping[str, Any]) -> bool:
-    """Whether a function and those that it calls have no effect and read variables only."""
-    for node in library[name].node_def:
-        nested = [value.func.name for value in node.attr.values() if value.HasField("func")]
-        nested += [f.name for value in node.attr.values() for f in value.list.func]
-        if not all(_only_reads(f, library) for f in nested):
-            return False
-        if not nested and node.op not in READERS and is_stateful(node.op):
-            return False
-    return True
 
 
 def static_shape_values(op: tf.Operation) -> list[np.ndarray] | None:
