@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -37,18 +38,24 @@ CREATE TABLE IF NOT EXISTS entries (
 _FAULTS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 """Errors of a file that cannot be used, or of a value that it cannot hold."""
 
+_END_IT: Final = "end the process that keeps it locked"
+
 _warned: set[str] = set()
 """Places about which this process has warned."""
 _locked: set[Path] = set()
 """Files for which this process has waited in vain; it does not wait again."""
 
 
-class Fault(NamedTuple):
+@dataclass(eq=False)
+class Fault(Exception):
     """A reason that a process cannot use a file."""
 
     place: str  # the file or folder with the fault; empty if no folder is known
     reason: str  # in words
     cure: str  # an imperative
+
+    def __str__(self) -> str:
+        return f"{self.place} cannot be used ({self.reason})" if self.place else self.reason
 
 
 class Store(Generic[T]):
@@ -93,20 +100,18 @@ class Store(Generic[T]):
 
     def fault(self) -> Fault | None:
         """Read every page of the file and return its fault; None if the file can be read and written."""
+
+        def read(connection: sqlite3.Connection) -> None:
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+            connection.execute("SELECT kind, key, value, checksum FROM entries LIMIT 1")
+            connection.execute("BEGIN IMMEDIATE")  # a read-only file is refused here
+
         try:
-            path = self._located()
-        except OptionError as error:
-            return Fault("", error.message, error.hint)
-        try:
-            with closing(self._connect(path)) as connection:
-                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-                if verdict != "ok":
-                    raise sqlite3.DatabaseError(verdict)
-                connection.execute("SELECT kind, key, value, checksum FROM entries LIMIT 1")
-                connection.execute("BEGIN IMMEDIATE")  # a read-only file is refused here
-                connection.rollback()
-        except _FAULTS as error:
-            return _fault(path, error)
+            self._connected(read)
+        except Fault as fault:
+            return fault
         return None
 
     def _row(self, key: str, value: T) -> tuple[str, str, bytes, str]:
@@ -130,21 +135,26 @@ class Store(Generic[T]):
     def _run(self, work: Callable[[sqlite3.Connection], R], otherwise: R) -> R:
         """Read or write in one transaction; the alternative is returned if the file cannot be used."""
         try:
+            return self._connected(work)
+        except Fault as fault:
+            self._warn(fault.place, f"{fault}: {self._without}; {fault.cure}")
+            return otherwise
+
+    def _connected(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """Read or write in one transaction, or raise `Fault`."""
+        try:
             path = self._located()
         except OptionError as error:
-            self._warn("", f"{error.message}: {self._without}; {error.hint}")
-            return otherwise
+            raise Fault("", error.message, error.hint) from error
         if path in _locked:
-            return otherwise
+            raise Fault(str(path), "database is locked", _END_IT)
         try:
             with closing(self._connect(path)) as connection, connection:
                 return work(connection)
         except _FAULTS as error:
             if _is_lock(error):
                 _locked.add(path)
-            place, reason, cure = _fault(path, error)
-            self._warn(place, f"{place} cannot be used ({reason}): {self._without}; {cure}")
-            return otherwise
+            raise _fault(path, error) from error
 
     def _located(self) -> Path:
         return cache_folder() / "store.sqlite" if self._path is None else Path(self._path)
@@ -183,7 +193,7 @@ def _fault(path: Path, error: Exception) -> Fault:
     if isinstance(error, OSError) or (_is_of(error, "CANTOPEN", "READONLY") and not os.access(path.parent, os.W_OK | os.X_OK)):
         place, cure = f"the cache folder {path.parent}", "make it a folder that can be written"
     elif _is_lock(error):
-        place, cure = str(path), "end the process that keeps it locked"
+        place, cure = str(path), _END_IT
     elif _is_of(error, "FULL", "IOERR", "READONLY", "CANTOPEN"):
         place, cure = str(path), "make it writable, with free space on its disk"
     else:

@@ -229,7 +229,7 @@ def check_store(store: CostStore) -> Check:
     if fault is None:
         return Check("store", "ok", "measured costs and plans are intact")
     cure = f"{fault.cure}, or set CHECKMATE_CACHE to another folder"
-    return Check("store", "failed", f"{fault.place} cannot be used: {fault.reason}", cure)
+    return Check("store", "failed", str(fault), cure)
 
 
 def check_highs() -> Check:
