@@ -30,7 +30,7 @@ _log = logging.getLogger("checkmate.jax")
 class Loop:
     """A loop over layers and its derivative, from the shapes and types of its carry and of the slice for one layer.
 
-    Only layers that may differ can save different values or be nested; exact loops, whose equations stand alone, are not nested.
+    Only layers that may differ can save different values or be nested.
     ``fixed_bytes`` are the bytes of arguments, tangents, results and gradients.
     """
 
@@ -43,18 +43,16 @@ class Loop:
         costs: CostSource | str,
         names: str | Sequence[str] | None,
         differ: bool,
-        exact: bool = False,
     ) -> None:
         if not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise OptionError(f"length={length!r} is not a number of iterations", hint="pass the number of layers as length")
         one = Arguments.of(given, {})
         _refuse_what_is_no_body(block, one)
-        self._exact = exact
         self.naming = Naming(block, own=names is not None)
         offered = None if names is None or names == "own" else tuple(names)
         choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
         carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
-        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ, nested=not exact)
+        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ)
 
         def stacked(leaf: Any) -> Any:
             return jax.ShapeDtypeStruct((length, *leaf.shape), leaf.dtype) if is_array(leaf) else leaf
@@ -108,7 +106,7 @@ class Loop:
         return Trial(target_bytes=target_bytes, **figures, outcome=arrangement)
 
     def _flat(self, groups: Sequence[LayerGroup]) -> Pure:
-        return FlatFunction(functools.partial(run_groups, self.naming, groups, exact=self._exact), self._arguments)
+        return FlatFunction(functools.partial(run_groups, self.naming, groups), self._arguments)
 
 
 def total_bytes(budget: Amount | Budget) -> int:
@@ -259,7 +257,6 @@ class PlannedScan:
         budget_bytes: The budget in bytes.
         temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
         peak_bytes: The same with arguments and results.
-        exact: Whether every equation stands alone.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -269,7 +266,6 @@ class PlannedScan:
     budget_bytes: int
     temp_bytes: int
     peak_bytes: int
-    exact: bool
     _naming: Naming
 
     @property
@@ -293,7 +289,7 @@ class PlannedScan:
                 f"the loop was planned for {self.length} layers and is given {', '.join(map(str, sorted(lengths)))}",
                 hint="stack what the layers are given along the first axis, or plan again with another length",
             )
-        return run_groups(self._naming, self.groups, carry, xs, exact=self.exact)
+        return run_groups(self._naming, self.groups, carry, xs)
 
 
 def scan(
@@ -305,7 +301,6 @@ def scan(
     budget: Amount | Budget,
     costs: CostSource | str = "measured",
     names: str | Sequence[str] | None = None,
-    exact: bool = False,
 ) -> PlannedScan:
     """A loop over layers that save as much as the budget has room for.
 
@@ -322,8 +317,6 @@ def scan(
         budget: The most bytes of the loop and its derivative, as in `policy`.
         costs: Where costs come from, as in `plan`.
         names: Names that the body gives, as in `policy`.
-        exact: Whether loss and gradients have the same bits at every budget under `jax.jit`. Every equation of the body and its
-            derivative then stands alone, and XLA fuses no two of them; loops are not nested.
 
     Raises:
         OptionError: An option cannot be used.
@@ -342,7 +335,7 @@ def scan(
         (64, 8)
     """
     budget_bytes = total_bytes(budget)
-    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=True, exact=exact)
+    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=True)
     found, needed = loop.cheapest_within(budget_bytes)
     bound = loop.layers.choices.bound(length, loop.layers.carry_bytes, found.saved_bytes)
     return PlannedScan(
@@ -353,6 +346,5 @@ def scan(
         budget_bytes=budget_bytes,
         temp_bytes=needed,
         peak_bytes=loop.fixed_bytes + needed,
-        exact=exact,
         _naming=loop.naming,
     )
