@@ -22,7 +22,8 @@ from tests.tf2.steps import differing, requested_peak
 @pytest.fixture(scope="module")
 def planned():
     model, loss, optimizer, x, y = build("dropout")
-    trace = trace_step(Compiled(model, loss, optimizer), (specs_of(x, "x"), specs_of(y, "y")))
+    compiled = Compiled(model, loss, optimizer)
+    trace = trace_step(compiled, compiled.step, (specs_of(x, "x"), specs_of(y, "y")))
     capture = capture_trace(trace, estimated_costs)
     plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=2)).plan
     yield capture, plan, [tf.constant(x), tf.constant(y)]

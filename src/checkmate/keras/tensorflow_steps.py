@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Generator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
-from checkmate.core.graph import Graph, Phase
+from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.planned_steps import PlannedSteps
 from checkmate.tf2.profiler import cost_source, with_opaque_measured
-from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
+from checkmate.tf2.trace import trace_step
 
 _log = logging.getLogger("checkmate.keras")
 
@@ -27,7 +25,7 @@ class PlannedTrainFunction:
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         self._model = model
-        self.steps = PlannedSteps(lambda specs: _trace(model, specs), options, model.name)
+        self.steps = PlannedSteps(lambda specs: trace_step(model, model.train_step, specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
         """Run the steps between two calls of the callbacks (``steps_per_execution``), or fewer if the batches end.
@@ -75,54 +73,5 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
     (specs, flat), source = _batch(data), cost_source(costs)
-    captured = capture_trace(_trace(model, [specs]), source, model.name)
+    captured = capture_trace(trace_step(model, model.train_step, [specs]), source, model.name)
     return (with_opaque_measured(captured, flat) if costs == "measured" else captured).graph
-
-
-def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
-    """Trace the model's `train_step`. As in `fit`, the first trace builds unbuilt layers."""
-    marks = PhaseMarks()
-
-    def step(data: Any) -> Any:
-        marks.start()
-        with contextlib.ExitStack() as shadows:
-            shadows.enter_context(_marked(model, "compute_loss", marks, "loss"))
-            for optimizer in _optimizers(model):
-                shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
-            logs = model.train_step(data)
-        marks.find_backward()
-        return logs
-
-    return trace_function(step, specs, marks)
-
-
-def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizer of `compile`, and the optimizers that a model with its own `train_step` holds."""
-    held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
-
-
-@contextlib.contextmanager
-def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator[None]:
-    """While the block runs, mark the phase of the ops that a method of an object traces.
-
-    After the loss and after an update the phase is ``"loss"``: metrics need the prediction and no gradient, as the loss does.
-    """
-    method = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        marks.begin(phase)
-        result = method(*args, **kwargs)
-        marks.begin("loss")
-        return result
-
-    attributes = vars(owner)  # not `setattr`, by which Keras tracks assigned objects
-    before = attributes.get(name)
-    attributes[name] = call
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes[name]
-        else:
-            attributes[name] = before

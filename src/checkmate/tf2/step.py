@@ -130,7 +130,7 @@ class TrainStep:
         self.model: keras.Model = compiled.model
         self.optimizer: keras.Optimizer = compiled.optimizer
         self._specs = specs
-        self._steps = PlannedSteps(lambda s: trace_step(compiled, s), options, compiled.name)
+        self._steps = PlannedSteps(lambda s: trace_step(compiled, compiled.step, s), options, compiled.name)
         if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(specs)):
             self._steps.plan(specs, batch)
 
@@ -289,6 +289,6 @@ def capture(
     check_model(model)
     source = cost_source(costs)
     specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
-    trace = trace_step(Compiled(model, loss, optimizer), specs)
-    captured = capture_trace(trace, source, model.name)
+    compiled = Compiled(model, loss, optimizer)
+    captured = capture_trace(trace_step(compiled, compiled.step, specs), source, model.name)
     return (with_opaque_measured(captured) if costs == "measured" else captured).graph

@@ -6,7 +6,8 @@ The model is checked first; Keras resolves losses and optimizer.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,18 @@ class Compiled(keras.Model):
             self.compile(optimizer, loss)
         except (ValueError, TypeError) as error:
             raise OptionError(f"optimizer={optimizer!r} is not a Keras optimizer", hint=hint) from error
+        if not self.optimizer.built:  # otherwise its slots would be created inside the trace
+            self.optimizer.build(model.trainable_variables)
+
+    def step(self, inputs: Any, labels: Any, weights: Any = None) -> tuple[Any, tf.Tensor]:
+        """Forward, loss, backward and update."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            prediction = self.model(inputs, training=True)
+            loss = self.compute_loss(inputs, labels, prediction, weights)
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+        return prediction, loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,41 +157,26 @@ class PhaseMarks:
         self.parts.sort(key=lambda part: part[0])
 
 
-def trace_step(compiled: Compiled, specs: Any) -> Trace:
-    """Trace a step. Nothing runs, except that the optimizer's slots are created if they do not exist.
-
-    ``specs`` are nests of `tf.TensorSpec`: inputs, labels and, if there are any, sample weights.
-    """
-    model, optimizer = compiled.model, compiled.optimizer
-    if not optimizer.built:  # otherwise its slots would be created inside the trace
-        with tf.init_scope():
-            optimizer.build(model.trainable_variables)
-    marks = PhaseMarks()
-
-    def step(inputs: Any, labels: Any, weights: Any = None) -> tuple[Any, tf.Tensor]:
-        marks.start()
-        with tf.GradientTape() as tape:
-            prediction = model(inputs, training=True)
-            marks.begin("loss")
-            loss = compiled.compute_loss(inputs, labels, prediction, weights)
-            scaled = optimizer.scale_loss(loss)
-        marks.begin("backward")
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        marks.begin("optimizer")
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return prediction, loss
-
-    return trace_function(step, specs, marks)
-
-
-def trace_function(step: Callable[..., Any], specs: Sequence[Any], marks: PhaseMarks) -> Trace:
-    """Trace a function of a batch, which calls ``marks.start`` first. Nothing runs.
+def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any]) -> Trace:
+    """Trace a step of a compiled model. Nothing runs.
 
     Raises:
-        GraphError: The function cannot be traced.
+        GraphError: The step cannot be traced.
     """
+    marks = PhaseMarks()
+
+    def traced(*batch: Any) -> Any:
+        marks.start()
+        with contextlib.ExitStack() as shadows:
+            shadows.enter_context(_marked(model, "compute_loss", marks, "loss"))
+            for optimizer in _optimizers(model):
+                shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
+            results = step(*batch)
+        marks.find_backward()
+        return results
+
     try:
-        function = tf.function(step, autograph=False).get_concrete_function(*specs)
+        function = tf.function(traced, autograph=False).get_concrete_function(*specs)
     except (TypeError, ValueError, LookupError, RuntimeError, tf.errors.OpError) as error:
         if isinstance(error, CheckmateError):
             raise
@@ -187,3 +185,35 @@ def trace_function(step: Callable[..., Any], specs: Sequence[Any], marks: PhaseM
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(marks.parts), tuple(function.graph.variables))
+
+
+def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
+    """The optimizer of `compile`, and the optimizers that a model with its own `train_step` holds."""
+    held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
+    return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
+
+
+@contextlib.contextmanager
+def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator[None]:
+    """While the block runs, mark the phase of the ops that a method of an object traces.
+
+    After the loss and after an update the phase is ``"loss"``: metrics need the prediction and no gradient, as the loss does.
+    """
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        marks.begin(phase)
+        result = method(*args, **kwargs)
+        marks.begin("loss")
+        return result
+
+    attributes = vars(owner)  # not `setattr`, by which Keras tracks assigned objects
+    before = attributes.get(name)
+    attributes[name] = call
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[name]
+        else:
+            attributes[name] = before
