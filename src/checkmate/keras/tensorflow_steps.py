@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import keras
@@ -10,14 +9,10 @@ import tensorflow as tf
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
-from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.profiler import cost_source, with_opaque_measured
+from checkmate.tf2.profiler import capture_with_costs
 from checkmate.tf2.trace import trace_step
-
-_log = logging.getLogger("checkmate.keras")
 
 
 class PlannedTrainFunction:
@@ -40,16 +35,8 @@ class PlannedTrainFunction:
                 if number == 0:
                     raise
                 break
-            logs = self._step(data)
-        return logs
-
-    def _step(self, data: Any) -> Any:
-        specs, flat = _batch(data)
-        known = len(self.steps.planned)
-        logs = self.steps([specs], flat)
-        if len(self.steps.planned) > known > 0:
-            peak = format_bytes(list(self.steps.planned.values())[-1].result.peak_bytes)
-            _log.info("another shape of a batch was planned: %s, peak %s", flat[0].shape, peak)
+            specs, flat = _batch(data)
+            logs = self.steps([specs], flat)
         return logs
 
 
@@ -72,6 +59,5 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
-    (specs, flat), source = _batch(data), cost_source(costs)
-    captured = capture_trace(trace_step(model, model.train_step, [specs]), source, model.name)
-    return (with_opaque_measured(captured, flat) if costs == "measured" else captured).graph
+    specs, flat = _batch(data)
+    return capture_with_costs(trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph

@@ -27,10 +27,10 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, ne
 from checkmate.solvers.solve import unit_question
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function
-from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, measure_peak, moving_batches, restored
-from checkmate.tf2.profiler import measured_costs, synthetic_batch, with_opaque_measured
+from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
 from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
@@ -232,7 +232,7 @@ class PlannedSteps:
     def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
         """Capture, plan and write the step for a new signature, measured on a flat batch, or on a synthetic one."""
         with progress.shown("tracing the step"):
-            captured = with_opaque_measured(capture_trace(self._trace(specs), measured_costs, self._name), batch)
+            captured = capture_with_costs(self._trace(specs), "measured", self._name, batch)
             options, graph = self._options, captured.graph
             budget = options.budget
             if options.plan is not None and not self.planned:
@@ -254,6 +254,9 @@ class PlannedSteps:
         if planned.measured_bytes is not None:
             # Other tensors of the process can leave other free chunks to the first training steps than calibration found.
             self._unmonitored = 4
+        if self.planned:
+            peak = format_bytes(planned.result.peak_bytes)
+            _log.info("another shape of a batch was planned: %s, peak %s", [spec.shape for spec in tf.nest.flatten(specs)], peak)
         self.planned[_key(specs)] = planned
         return planned
 

@@ -28,9 +28,10 @@ from checkmate.frontend.options import CostSource
 from checkmate.frontend.planner import keep_everything
 from checkmate.tf2._compat import TraceEvent, grappler_off, op_determinism, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
-from checkmate.tf2.capture import Capture
+from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
 from checkmate.tf2.peak import default_device, has_memory_stats, restored
+from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -48,14 +49,16 @@ def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     return [_estimate(op) for op in ops]
 
 
-def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
-    """The function that gives the costs of ops, by the name of the source."""
+def capture_with_costs(trace: Trace, costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None) -> Capture:
+    """A captured step with measured costs, also of ops whose inside is not in the graph, or with estimated costs."""
     if costs not in get_args(CostSource):
         raise OptionError(
             f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
             hint="pass costs='measured', or costs='estimated' to run nothing",
         )
-    return measured_costs if costs == "measured" else estimated_costs
+    if costs == "estimated":
+        return capture_trace(trace, estimated_costs, name)
+    return _with_opaque_measured(capture_trace(trace, measured_costs, name), batch)
 
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
@@ -166,7 +169,7 @@ def _workspace_bytes(run: Callable[[], Any]) -> int:
     return max(held) - held[-1]
 
 
-def with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None = None) -> Capture:
+def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -> Capture:
     """The same step with measured costs, workspaces and outputs of the ops whose inside is not in the graph.
 
     The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -15,11 +14,10 @@ from checkmate.core.errors import GraphError, OptionError, PlanError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
-from checkmate.core.units import Amount, format_bytes
+from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
-from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.planned_steps import PlannedFunction, PlannedSteps
-from checkmate.tf2.profiler import cost_source, with_opaque_measured
+from checkmate.tf2.profiler import capture_with_costs
 from checkmate.tf2.trace import Compiled, Loss, check_model, trace_step
 
 ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
@@ -109,9 +107,6 @@ def _refuse_empty(name: str, shape: tf.TensorShape) -> None:
         raise OptionError(f"{name} has the shape {shape}, which holds nothing", hint="leave out batches without samples")
 
 
-_log = logging.getLogger("checkmate.tf2")
-
-
 class TrainStep:
     """A compiled training step. Create one with `checkmate.tf2.compile`.
 
@@ -194,12 +189,7 @@ class TrainStep:
             arguments = (*arguments, sample_weight)
             specs = (*specs, *(self._specs[2:] or (specs_of(sample_weight, "sample_weight"),)))
         flat = flat_batch(specs, arguments)
-        known = len(self._steps.planned)
-        result = self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
-        if len(self._steps.planned) > known:
-            peak = format_bytes(list(self._steps.planned.values())[-1].result.peak_bytes)
-            _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
-        return result
+        return self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
@@ -287,8 +277,6 @@ def capture(
         GraphError: The step cannot be traced as one function.
     """
     check_model(model)
-    source = cost_source(costs)
     specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
     compiled = Compiled(model, loss, optimizer)
-    captured = capture_trace(trace_step(compiled, compiled.step, specs), source, model.name)
-    return (with_opaque_measured(captured) if costs == "measured" else captured).graph
+    return capture_with_costs(trace_step(compiled, compiled.step, specs), costs, model.name).graph
