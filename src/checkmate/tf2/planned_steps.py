@@ -17,14 +17,12 @@ import tensorflow as tf
 
 from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
-from checkmate.core.problem import Problem
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, near_smallest
-from checkmate.solvers.solve import unit_question
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
@@ -100,8 +98,7 @@ class _Search:
 
     def __init__(self, capture: Capture, budget: Budget, replan: Callable[[int], Result], batch: Sequence[tf.Tensor]) -> None:
         self.capture, self.replan, self.batch = capture, replan, batch
-        self.problem = Problem(capture.graph, budget)
-        self.budget_bytes = self.problem.budget_bytes
+        self.budget_bytes = budget.resolve(capture.graph)
         self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
         self._excess_bytes = 0  # of a final plan over its trial
         self._measured: dict[tuple[int, ...], int | None] = {}  # peak of each plan that was run, by its order
@@ -136,22 +133,10 @@ class _Search:
 
     def refusal(self) -> InfeasibleBudgetError:
         """The error to raise if no plan keeps the budget; the smallest plan keeps the budget in its hint."""
-        needed, resident = self.smallest.needed_bytes, self.capture.graph.resident_bytes
+        needed = self.smallest.needed_bytes
         # A fifth more of the step's own bytes, because another process, with other free chunks, measures another peak.
-        enough = needed + math.ceil(0.2 * max(0, needed - resident))
-        budget = self.problem.describe_budget() + "," * self.problem.budget.is_share
-        question = unit_question(self.problem.budget, self.budget_bytes, needed)
-        at_least = self.problem.budget.at_least(enough, self.capture.graph)
-        why = "" if self._error is None else f"; planning within fewer live bytes failed: {self._error.message}"
-        return InfeasibleBudgetError(
-            f"no plan was found that keeps the budget of {budget} in TensorFlow's allocator: the smallest plan needs "
-            f"{format_bytes(needed)}{why}",
-            hint=f"{question}raise the budget to at least {at_least}, or lower the batch size",
-            budget_bytes=self.budget_bytes,
-            floor_bytes=getattr(self._error, "floor_bytes", 0),
-            smallest_bytes=needed,
-            binding_op=getattr(self._error, "binding_op", ""),
-        )
+        margin = math.ceil(0.2 * max(0, needed - self.capture.graph.resident_bytes))
+        return calibration.refusal(self.budget_bytes, needed, self._error, margin)
 
     def peak_bytes(self, result: Result) -> int | None:
         """Measured peak of a plan, which is run once; None if TensorFlow reports no memory statistics."""
