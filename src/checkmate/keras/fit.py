@@ -15,7 +15,7 @@ from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 
 if TYPE_CHECKING:
-    from checkmate.keras.tensorflow_steps import PlannedTrainFunction
+    from checkmate.tf2.planned_steps import PlannedTrainFunction
 
 
 class PlannedFit:
@@ -66,7 +66,7 @@ class PlannedFit:
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls this before it trains. `model.compile` resets ``train_function``; new steps are then planned."""
-        from checkmate.keras.tensorflow_steps import PlannedTrainFunction  # imports the framework
+        from checkmate.tf2.planned_steps import PlannedTrainFunction  # imports the framework
 
         _check(self.model)
         if self.model.train_function is None or force:
@@ -135,7 +135,7 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         ['backward', 'forward', 'loss', 'optimizer']
     """
     _check(model)
-    from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
+    from checkmate.tf2.planned_steps import capture_step  # imports the framework
 
     return capture_step(model, batch, costs)
 

@@ -13,15 +13,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from checkmate.core.budget import Budget, keep_all_bytes
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
-from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.options import CostSource, PlanningOptions
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, near_smallest
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function
@@ -29,7 +31,7 @@ from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, measure_peak, moving_batches, restored
 from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
-from checkmate.tf2.trace import Trace
+from checkmate.tf2.trace import Trace, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -268,3 +270,51 @@ def _run(planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]
 def _key(specs: Sequence[Any]) -> Hashable:
     """The signature of a batch: structure, shapes and types."""
     return repr(tf.nest.map_structure(lambda spec: 0, specs)), *tf.nest.flatten(specs)
+
+
+class PlannedTrainFunction:
+    """Takes batches from Keras's iterator and runs the planned `train_step` on each."""
+
+    def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
+        self._model = model
+        self.steps = PlannedSteps(lambda specs: trace_step(model, model.train_step, specs), options, model.name)
+
+    def __call__(self, iterator: Any) -> Any:
+        """Run the steps between two calls of the callbacks (``steps_per_execution``), or fewer if the batches end.
+
+        Returns the logs of the last step.
+        """
+        logs: Any = None
+        for number in range(self._model.steps_per_execution):
+            try:
+                data = next(iterator)
+            except StopIteration:
+                if number == 0:
+                    raise
+                break
+            specs, flat = _batch(data)
+            logs = self.steps([specs], flat)
+        return logs
+
+
+def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
+    """The nest of specifications of a batch as Keras passes it to `train_step`, and its tensors.
+
+    Missing labels or weights are None or an empty optional.
+    """
+    data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            raise OptionError(
+                f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
+                hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
+            )
+    leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
+    specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None]
+
+
+def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
+    """The graph of the step that `fit` runs for a batch."""
+    specs, flat = _batch(data)
+    return capture_with_costs(trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph
