@@ -86,14 +86,15 @@ class Store(Generic[T]):
         statement = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO entries VALUES (?, ?, ?, ?)"
         self._run(lambda connection: connection.executemany(statement, [self._row(*item) for item in values.items()]), None)
 
-    def change(self, key: str, change: Callable[[T | None], T]) -> None:
-        """Replace a value by one that is computed from it; no other process writes in between."""
+    def change(self, key: str, initial: T, change: Callable[[T], T]) -> None:
+        """Replace a value, or the initial one, by one computed from it; no other process writes in between."""
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute("BEGIN IMMEDIATE")
             query = "SELECT key, value, checksum FROM entries WHERE kind = ? AND key = ?"
             row = connection.execute(query, (self._kind, key)).fetchone()
-            value = change(None if row is None else self._decoded(*row))
+            known = None if row is None else self._decoded(*row)
+            value = change(initial if known is None else known)
             connection.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", self._row(key, value))
 
         self._run(write, None)

@@ -67,21 +67,16 @@ class PlanStore:
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; an earlier measurement of the same plan is replaced."""
 
-        def added(known: _Measured | None) -> _Measured:
-            known = known or _Measured()
+        def added(known: _Measured) -> _Measured:
             others = (other for other in known.plans if other.order != plan.order)
             return _Measured((*others, plan), known.answers)
 
-        self._store.change(self.key, added)
+        self._store.change(self.key, _Measured(), added)
 
     def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
         """Store the measured peak of the plan that was chosen for a budget above the resident bytes."""
-
-        def recorded(known: _Measured | None) -> _Measured:
-            known = known or _Measured()
-            return _Measured(known.plans, known.answers | {budget_bytes: peak_bytes})
-
-        self._store.change(self.key, recorded)
+        answer = {budget_bytes: peak_bytes}
+        self._store.change(self.key, _Measured(), lambda known: _Measured(known.plans, known.answers | answer))
 
     def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
         """Bounds on the measured peak for a budget above the resident bytes that keep peaks monotone in the budget.

@@ -11,12 +11,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
-from tensorflow.python.util import _pywrap_determinism
-
-
-def op_determinism() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism` was called."""
-    return bool(_pywrap_determinism.is_enabled())
 
 
 class TraceEvent(NamedTuple):

@@ -26,7 +26,7 @@ from checkmate.cost.store import CostStore, MeasuredCosts, OpCost, library_varia
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
 from checkmate.frontend.planner import keep_everything
-from checkmate.tf2._compat import TraceEvent, grappler_off, op_determinism, run_op, trace_events
+from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
@@ -94,7 +94,7 @@ def environment() -> str:
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     # TensorFlow chooses kernels by variables such as `TF_ENABLE_ONEDNN_OPTS`.
     variables = library_variables("TF_ENABLE_", "TF_CUDNN_", "TF_DETERMINISTIC_", "TF_XLA_FLAGS", "XLA_FLAGS")
-    settings = op_determinism(), tf.config.experimental.tensor_float_32_execution_enabled(), variables
+    settings = tf.config.experimental.tensor_float_32_execution_enabled(), variables
     counted = has_memory_stats(device)
     return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
 
