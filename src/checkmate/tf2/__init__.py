@@ -1,15 +1,4 @@
-"""TensorFlow 2 and Keras: capture a training step, plan it, and run the plan.
-
-Examples:
-    >>> import keras
-    >>> import numpy as np
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    >>> x, y = np.ones((3, 4), "float32"), np.zeros((3, 2), "float32")
-    >>> step = compile(model, "mse", "sgd", input_spec=x, label_spec=y)
-    >>> prediction, loss = step(x, y)
-    >>> prediction.shape
-    TensorShape([3, 2])
-"""
+"""TensorFlow 2 and Keras: capture a training step, plan it, and run the plan."""
 
 from __future__ import annotations
 

@@ -1,21 +1,28 @@
-"""`fit_within`: plans the steps that `model.fit` runs; everything else in `fit` is Keras's own."""
+"""Keras: `model.fit` within a memory budget. `fit_within` plans the steps that `fit` runs; the rest of `fit` is Keras's own."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import keras
-
 from checkmate.core.budget import Budget
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import MissingExtraError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 
+if find_spec("keras") is None:
+    raise MissingExtraError("checkmate.keras needs Keras 3, which is not installed", hint='pip install "checkmate-remat[tf2]"')
+
+import keras
+
 if TYPE_CHECKING:
     from checkmate.tf2.planned_steps import PlannedTrainFunction
+
+
+__all__ = ["PlannedFit", "capture", "fit_within"]
 
 
 class PlannedFit:
