@@ -15,14 +15,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
-from checkmate.cost.store import CostStore, MeasuredCosts, OpCost, library_variables, processor, quantise
+from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
 from checkmate.frontend.planner import keep_everything
@@ -178,23 +178,21 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
     opaque = [o for o, op in enumerate(capture.members) if op.type in OPAQUE or any(t.dtype == tf.variant for t in op.outputs)]
     if not opaque or not has_memory_stats(default_device()):
         return capture
-    store = CostStore()
-    keys = {o: f"opaque {o} of {capture.graph.digest} {environment()}" for o in opaque}
-    wanted = [key + part for key in keys.values() for part in ("", " retained")]
-    known = store.get(wanted)
-    if len(known) < len(wanted):
+    store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
+    keys = {o: f"{o} of {capture.graph.digest} {environment()}" for o in opaque}
+    known = store.get(keys.values())
+    if len(known) < len(keys):
         try:
             measured = _measure_opaque(capture, opaque, synthetic_batch(capture.trace.arguments) if batch is None else batch)
         except tf.errors.ResourceExhaustedError:
             _log.warning("loops and nested functions could not be measured: a step that keeps everything does not fit")
             return capture
-        store.add({keys[o]: cost for o, (cost, _) in measured.items()})
-        store.add({f"{keys[o]} retained": OpCost(retained, 0) for o, (_, retained) in measured.items()})
-        known = store.get(wanted)
+        store.add({keys[o]: cost for o, cost in measured.items()})
+        known = {keys[o]: cost for o, cost in measured.items()} | store.get(keys.values())
     ops, values = list(capture.graph.ops), list(capture.graph.values)
     for o, key in keys.items():
-        cost, retained = known[key], known[f"{key} retained"].cost_ns
-        ops[o] = msgspec.structs.replace(ops[o], cost=cost.cost_ns, workspace_bytes=cost.workspace_bytes)
+        cost, workspace_bytes, retained = known[key]
+        ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
         member = capture.members[o]
         lists = [v for v, tensor in zip(ops[o].outputs, member.outputs, strict=True) if tensor.dtype == tf.variant]
         share, rest = divmod(max(0, retained - output_bytes(member)), len(lists) or 1)
@@ -203,7 +201,15 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=tuple(ops), values=tuple(values)))
 
 
-def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]) -> dict[int, tuple[OpCost, int]]:
+class _OpaqueCost(NamedTuple):
+    """Cost, workspace, and the bytes that an op leaves allocated."""
+
+    cost_ns: int
+    workspace_bytes: int
+    retained_bytes: int
+
+
+def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]) -> dict[int, _OpaqueCost]:
     """Cost of each op, and the bytes that it leaves allocated: run the step once to create its kernels and once to trace it."""
     function = build_function(capture, keep_everything(capture.graph).plan)
     with progress.shown("measuring loops and nested functions"), restored(capture.trace.variables), grappler_off():
@@ -224,13 +230,13 @@ def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.
         if owner is not None and last[owner] == position:
             retained[owner] = sum(size for allocator, size in blocks.values() if allocator == owner)
     held = [0, *itertools.accumulate(changes)]  # allocated bytes before each event, and at the end
-    found: dict[int, tuple[OpCost, int]] = {o: (OpCost(1, 0), 0) for o in opaque}  # an op without nodes has no events
+    found = {o: _OpaqueCost(1, 0, 0) for o in opaque}  # an op without nodes has no events
     for owner, kept in retained.items():
         first, end = owners.index(owner), last[owner] + 1
         # A backward loop frees the lists that it reads while it runs; the plan counts these until its end.
         peak = max(kept, max(held[first + 1 : end + 1]) - held[first])
         took = max(event.end_ns for event in events[first:end]) - events[first].begin_ns
-        found[owner] = OpCost(quantise(took), peak - kept), kept
+        found[owner] = _OpaqueCost(quantise(took), peak - kept, kept)
     return found
 
 
