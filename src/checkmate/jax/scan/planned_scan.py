@@ -47,12 +47,14 @@ class Loop:
         if not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise OptionError(f"length={length!r} is not a number of iterations", hint="pass the number of layers as length")
         one = Arguments.of(given, {})
-        _refuse_what_is_no_body(block, one)
+        if not callable(block):
+            raise OptionError(f"block={block!r} is not a function", hint="pass the body: block(carry, x) -> (carry, y)")
+        if any(is_tracer(array) for array in one.arrays):
+            raise GraphError(
+                "the body of a loop cannot be planned inside a transformation such as jax.jit or jax.grad",
+                hint="plan it outside, with jax.ShapeDtypeStruct, and use what is returned inside",
+            )
         self.naming = Naming(block, own=names is not None)
-        offered = None if names is None or names == "own" else tuple(names)
-        choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
-        carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
-        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ)
 
         def stacked(leaf: Any) -> Any:
             return jax.ShapeDtypeStruct((length, *leaf.shape), leaf.dtype) if is_array(leaf) else leaf
@@ -60,10 +62,14 @@ class Loop:
         self._arguments = Arguments.of((given[0], jax.tree.map(stacked, given[1])), {})
         arrays = self._arguments.arrays
         self._wanted = [i for i, array in enumerate(arrays) if is_inexact(array)]
-        results = jax.eval_shape(self._flat((LayerGroup(layers=length, names=()),)), *arrays)
+        results = jax.eval_shape(self._flat((LayerGroup(layers=length, names=()),)), *arrays)  # JAX refuses what is no body
         tangents = [spec for spec in results if is_inexact(spec)]
         self._specs = [*arrays, *tangents]
         self.fixed_bytes = sum(map(type_bytes, (*self._specs, *results, *(arrays[i] for i in self._wanted))))
+        offered = None if names is None or names == "own" else tuple(names)
+        choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
+        carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
+        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ)
 
     def overhead(self, cost: float) -> float:
         """Cost of the loop and its derivative, divided by the cost if everything is saved; `cost` is that of recomputations."""
@@ -118,33 +124,6 @@ def total_bytes(budget: Amount | Budget) -> int:
             hint="give the bytes of the whole loop and its derivative, such as budget='8GiB'",
         )
     return total.total_bytes
-
-
-def _refuse_what_is_no_body(block: Callable[..., Any], arguments: Arguments) -> None:
-    if not callable(block):
-        raise OptionError(f"block={block!r} is not a function", hint="pass the body of the loop: block(carry, x) -> (carry, y)")
-    if any(is_tracer(array) for array in arguments.arrays):
-        raise GraphError(
-            "the body of a loop cannot be planned inside a transformation such as jax.jit or jax.grad",
-            hint="plan it outside, with jax.ShapeDtypeStruct, and use what is returned inside",
-        )
-    (given, _), _ = arguments.called_with(arguments.arrays)
-    answer = jax.eval_shape(lambda *arrays: block(*arguments.called_with(arrays)[0]), *arguments.arrays)
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise GraphError(
-            f"the body of a loop returns {'an array' if is_array(answer) else type(answer).__name__}, not a pair of carry and y",
-            hint="return (carry, None) where a layer has no other result",
-        )
-    before, after = (jax.tree.map(_type, nest) for nest in (given, answer[0]))
-    if before != after:
-        raise GraphError(
-            f"the body of a loop is given a carry of {before} and returns one of {after}",
-            hint="return a carry of the same structure, shapes and types, as jax.lax.scan asks for",
-        )
-
-
-def _type(leaf: Any) -> Any:
-    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +190,8 @@ def policy(
 
     Raises:
         OptionError: An option cannot be used.
-        GraphError: The body is no body of a loop.
+        GraphError: The call is inside a transformation.
+        TypeError: The body is no body of a loop, as in `jax.lax.scan`.
         InfeasibleBudgetError: The loop exceeds the budget even if only the carry is saved.
 
     Examples:
@@ -320,7 +300,8 @@ def scan(
 
     Raises:
         OptionError: An option cannot be used.
-        GraphError: The body is no body of a loop.
+        GraphError: The call is inside a transformation.
+        TypeError: The body is no body of a loop, as in `jax.lax.scan`.
         InfeasibleBudgetError: The loop exceeds the budget even if it is nested and only carries are saved.
 
     Examples:
