@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 import checkmate
+from checkmate.core.budget import Budget
+from checkmate.tf2 import planned_steps
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.capture import capture_trace
@@ -45,6 +47,30 @@ def test_every_computation_of_the_plan_runs_and_no_other(planned):
         wanted.append(name if not times else f"{name}{REMAT}{times}")
     assert len(wanted) > len(capture.graph.ops)
     assert [name for name in ran if name in set(wanted)] == wanted
+
+
+def test_a_plan_that_runs_out_of_memory_is_over_the_budget(planned, monkeypatch):
+    """On a device whose memory is the budget, the first plan may need more; the next one is smaller."""
+    capture, plan, batch = planned
+    result, tried = checkmate.evaluate(capture.graph, plan), []
+
+    def too_large(*_: object) -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
+        return result.peak_bytes
+
+    monkeypatch.setattr(planned_steps, "measure_plan", too_large)
+    targets: list[int] = []
+
+    def replan(target: int) -> checkmate.Result:
+        targets.append(target)
+        order = plan.order if len(targets) > 1 else range(len(capture.graph.ops))
+        return checkmate.evaluate(capture.graph, checkmate.Plan.from_order(capture.graph, order))
+
+    budget = Budget.parse(2 * result.peak_bytes)
+    assert planned_steps.calibrate(capture, budget, replan, batch).result.plan.order == plan.order
+    assert targets[1] < targets[0]
 
 
 def test_effects_run_once(planned):

@@ -141,11 +141,18 @@ class _Search:
         return calibration.refusal(self.budget_bytes, needed, self._error, margin)
 
     def peak_bytes(self, result: Result) -> int | None:
-        """Measured peak of a plan, which is run once; None if TensorFlow reports no memory statistics."""
+        """Measured peak of a plan, which is run once; None if TensorFlow reports no memory statistics.
+
+        A plan for which the device has too little memory counts as one that needs a tenth more than the budget.
+        """
         order = result.plan.order
         if order not in self._measured:
             function = build_function(self.capture, result.plan)
-            self._measured[order] = measure_plan(self.capture, function, self.batch, self.budget_bytes)
+            try:
+                self._measured[order] = measure_plan(self.capture, function, self.batch, self.budget_bytes)
+            except tf.errors.ResourceExhaustedError:
+                own = max(0, self.budget_bytes - self.capture.graph.resident_bytes)
+                self._measured[order] = self.budget_bytes + own // 10 + 1
         return self._measured[order]
 
     def _try(self, target: int, result: Result) -> Trial[Result | None]:
