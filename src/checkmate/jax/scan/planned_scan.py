@@ -97,7 +97,9 @@ class Loop:
                 break
             trials.record(self._compiled(chosen, target))
         for arrangement in smallest:
-            if trials.best() is None and all(trial.outcome != arrangement for trial in trials.trials):
+            best = trials.best()
+            untried = all(trial.outcome != arrangement for trial in trials.trials)
+            if untried and (best is None or arrangement.cost < best.outcome.cost):
                 trials.record(self._compiled(arrangement, budget_bytes))
         best = trials.best()
         if best is None or best.needed_bytes is None:
