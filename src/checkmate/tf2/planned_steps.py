@@ -226,7 +226,7 @@ class PlannedSteps:
     def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
         """Capture, plan and write the step for a new signature, measured on a flat batch, or on a synthetic one."""
         with progress.shown("tracing the step"):
-            captured = capture_with_costs(self._trace(specs), "measured", self._name, batch)
+            captured = capture_with_costs(lambda: self._trace(specs), "measured", self._name, batch)
             options, graph = self._options, captured.graph
             budget = options.budget
             if options.plan is not None and not self.planned:
@@ -324,4 +324,4 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
     specs, flat = _batch(data)
-    return capture_with_costs(trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph
+    return capture_with_costs(lambda: trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph

@@ -49,7 +49,9 @@ def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     return [_estimate(op) for op in ops]
 
 
-def capture_with_costs(trace: Trace, costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None) -> Capture:
+def capture_with_costs(
+    trace: Callable[[], Trace], costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None
+) -> Capture:
     """A captured step with measured costs, also of ops whose inside is not in the graph, or with estimated costs."""
     if costs not in get_args(CostSource):
         raise OptionError(
@@ -57,8 +59,8 @@ def capture_with_costs(trace: Trace, costs: CostSource, name: str, batch: Sequen
             hint="pass costs='measured', or costs='estimated' to run nothing",
         )
     if costs == "estimated":
-        return capture_trace(trace, estimated_costs, name)
-    return _with_opaque_measured(capture_trace(trace, measured_costs, name), batch)
+        return capture_trace(trace(), estimated_costs, name)
+    return _with_opaque_measured(capture_trace(trace(), measured_costs, name), batch)
 
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
