@@ -91,7 +91,7 @@ class Compiled(keras.Model):
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             prediction = self.model(inputs, training=True)
-            loss = self.compute_loss(inputs, labels, prediction, weights)
+            loss: Any = self.compute_loss(inputs, labels, prediction, weights)
             scaled = self.optimizer.scale_loss(loss)
         self.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
         return prediction, loss
