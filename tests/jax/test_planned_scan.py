@@ -282,6 +282,20 @@ def test_a_name_that_is_never_attached_is_refused():
         cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names=["mlpwi", "query_proj"])
 
 
+def test_lines_for_maxtext():
+    """The keys and values of ``configs/base.yml``: names of MaxText, each on the device or computed again."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names="own")
+    lines = dict(line.split(": ") for line in cj.maxtext_config(found).splitlines())
+    assert lines == {"remat_policy": "'custom'", "decoder_layer_input": "'device'", "mlpwi": "'device'", "mlpwo": "'remat'"}
+
+
+def test_values_that_maxtext_does_not_name_are_refused():
+    """Names that are given here mean nothing to MaxText."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated")
+    with pytest.raises(checkmate.OptionError, match="has no value own_names"):
+        cj.maxtext_config(found)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

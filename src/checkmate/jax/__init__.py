@@ -12,7 +12,7 @@ if find_spec("jax") is None:
 from checkmate.jax.calibrate import compiler_options
 from checkmate.jax.planned_function import PlannedFunction, remat
 from checkmate.jax.scan.groups import LayerGroup
-from checkmate.jax.scan.planned_scan import PlannedScan, ScanPolicy, policy, scan
+from checkmate.jax.scan.planned_scan import PlannedScan, ScanPolicy, maxtext_config, policy, scan
 from checkmate.jax.step import PlannedStep, capture, plan
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ScanPolicy",
     "capture",
     "compiler_options",
+    "maxtext_config",
     "plan",
     "policy",
     "remat",

@@ -26,6 +26,12 @@ from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
 
 _log = logging.getLogger("checkmate.jax")
 
+_MAXTEXT_NAMES = frozenset(
+    {"context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mla_q"}
+    | {"mla_kv", "moe_mlpwi", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj"}
+)
+"""Values that MaxText's configuration can save, from ``configs/base.yml`` in 2026."""
+
 
 class Loop:
     """A loop over layers and its derivative, from the shapes and types of its carry and of the slice for one layer.
@@ -331,3 +337,45 @@ def scan(
         peak_bytes=loop.fixed_bytes + needed,
         _naming=loop.naming,
     )
+
+
+def maxtext_config(found: ScanPolicy) -> str:
+    """A policy as lines of a configuration of MaxText: ``remat_policy: 'custom'`` and a line for each name.
+
+    The line of a saved value is ``device``, that of a recomputed one ``remat``. Only names of the body are written, because
+    older versions of MaxText refuse names that they do not know.
+
+    Args:
+        found: A policy that was chosen among the body's own names: ``policy(block, ..., names="own")``.
+
+    Returns:
+        Lines of YAML that replace ``remat_policy`` in a configuration file of MaxText.
+
+    Raises:
+        OptionError: A name is not one of MaxText's.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> from checkmate.jax import policy
+        >>> def block(x, w):
+        ...     hidden = checkpoint_name(x @ w["up"], "mlpwi")
+        ...     return checkpoint_name(jnp.tanh(hidden) @ w["down"], "mlpwo"), None
+        >>> x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        >>> w = {"up": jax.ShapeDtypeStruct((8, 32), jnp.float32), "down": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+        >>> print(maxtext_config(policy(block, x, w, length=4, budget="1MiB", costs="estimated", names="own")))
+        remat_policy: 'custom'
+        decoder_layer_input: 'device'
+        mlpwi: 'device'
+        mlpwo: 'remat'
+        <BLANKLINE>
+    """
+    carry = "decoder_layer_input"  # of every layer, which is saved anyway
+    offered = [name for name in found.offered if name != carry]
+    if unknown := sorted(set(offered).difference(_MAXTEXT_NAMES)):
+        raise OptionError(
+            f"MaxText's configuration has no value {', '.join(unknown)}",
+            hint="plan the body among MaxText's own names: checkmate.jax.policy(block, ..., names='own')",
+        )
+    lines = {"remat_policy": "custom", carry: "device"} | {name: "device" if name in found.names else "remat" for name in offered}
+    return "".join(f"{key}: '{value}'\n" for key, value in lines.items())
