@@ -108,9 +108,13 @@ def scaled_loop(run):
     return loss
 
 
-def in_three_groups(body, carry, xs):
+def in_three_groups(body, carry, xs, *, exact=False):
     names = tuple(f"scaled.{number}" for number in (5, 6))  # after a constant and three arguments: two of the first equations
-    return run_groups(Naming(body, own=False), groups_of(names)["three"], carry, xs)
+    return run_groups(Naming(body, own=False), groups_of(names)["three"], carry, xs, exact=exact)
+
+
+def exactly(body, carry, xs):
+    return in_three_groups(body, carry, xs, exact=True)
 
 
 @pytest.mark.slow
@@ -123,8 +127,9 @@ def test_groups_compose():
         lambda f: jax.vmap(jax.grad(f, argnums=(0, 1)), (None, None, 0)),
         lambda f: jax.grad(lambda s, w, x: (jax.grad(f, argnums=1)(s, w, x[0]) ** 2).sum()),
     ):
-        plain, given = (jax.jit(transform(scaled_loop(run)))(jnp.float32(0.9), w, x) for run in (jax.lax.scan, in_three_groups))
-        assert difference(plain, given) < 1e-5
+        runs = (jax.lax.scan, in_three_groups, exactly)
+        plain, *given = (jax.jit(transform(scaled_loop(run)))(jnp.float32(0.9), w, x) for run in runs)
+        assert all(difference(plain, other) < 1e-5 for other in given)
 
 
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -141,7 +146,21 @@ def test_groups_in_shard_map(checked):
         specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
         return jax.jit(jax.shard_map(lambda w, x: jax.lax.pmean(gradient(w, x), "data"), mesh=mesh, check_vma=checked, **specs))
 
-    assert difference(on_device(jax.lax.scan)(w, x), on_device(in_three_groups)(w, x)) < 1e-5
+    expected = on_device(jax.lax.scan)(w, x)
+    assert all(difference(expected, on_device(run)(w, x)) < 1e-5 for run in (in_three_groups, exactly))
+
+
+def test_exact_loops_have_the_same_bits_at_every_budget(arrays):
+    """Results and gradients, with one choice for all layers, with layers that differ, and with everything saved."""
+    budgets = ("1GiB", 2_000_000, 850_000)
+    found = [cj.scan(layer, X, P, length=LENGTH, budget=budget, costs="estimated", exact=True) for budget in budgets]
+    assert [len(plan.groups) for plan in found] == [1, 2, 1]
+    assert found[0].groups[0].everything
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in found)
+    expected, *others = (jax.jit(derivative(plan), compiler_options=cj.compiler_options())(*arrays) for plan in found)
+    for other in others:
+        assert all(map(np.array_equal, jax.tree.leaves(expected), jax.tree.leaves(other)))
+    assert difference(jax.jit(derivative(lambda x, p: jax.lax.scan(layer, x, p)))(*arrays), expected) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
     """The jaxpr of a parameter or a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
+
+
+@functools.cache
+def checkpoint_primitive() -> str:
+    """Name of the primitive of a call to `jax.checkpoint`."""
+    return opened(jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0))[0].eqns[0].primitive.name
 
 
 def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -12,7 +12,7 @@ compiles it to the same instructions in every plan (docs/decisions/0010).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import jax
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import varying_axes
 from checkmate.jax.graph.capture import Capture
-from checkmate.jax.graph.trace import result
+from checkmate.jax.graph.trace import result, trace_flat
 
 
 class PlannedProgram:
@@ -65,12 +65,12 @@ class PlannedProgram:
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
             if p in self._fences:
-                values.update(_behind_barriers(values, self._fences[p].values))
+                values.update(behind_barriers(values, self._fences[p].values))
                 self._view_again(values, self._fences[p])
             self._compute(values, self.order[p])
 
     def _compute(self, values: dict[int, Any], op: int) -> None:
-        read = _behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
+        read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
         for equation in self.capture.members[op]:
             local.update(equation.computed(local))
@@ -162,7 +162,7 @@ def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
     return found
 
 
-def _behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
+def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
     """Some values behind a barrier: XLA cannot fuse their readers with earlier computations, or move these computations.
 
     In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary: there is one
@@ -175,3 +175,26 @@ def _behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[
     for some in by_axes.values():
         found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
     return found
+
+
+def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of nests of arrays that computes the same results, with a barrier around each equation."""
+
+    def run(*arguments: Any) -> Any:
+        given, nest = jax.tree.flatten(arguments)
+        answer: Any = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal answer
+            leaves, answer = jax.tree.flatten(function(*jax.tree.unflatten(nest, arrays)))
+            return leaves
+
+        trace = trace_flat(flat, *given, checkpoints=False)
+        values = dict(zip(trace.arguments, given, strict=True)) | dict(trace.constants)
+        for equation in trace.equations:
+            values.update(equation.computed(behind_barriers(values, equation.read)))
+        numbers = dict.fromkeys(v for v in trace.results if isinstance(v, int))
+        values.update(behind_barriers(values, list(numbers)))
+        return jax.tree.unflatten(answer, [result(values, v) for v in trace.results])
+
+    return run

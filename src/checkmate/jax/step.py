@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-import jax
-
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
@@ -22,7 +20,7 @@ from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.graph.capture import Capture, capture_trace
-from checkmate.jax.graph.trace import flattened
+from checkmate.jax.graph.trace import trace_flat
 from checkmate.jax.profiler import cost_source
 
 
@@ -175,7 +173,7 @@ def _captured(
                 hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; "
                 "inside a transformation use checkmate.jax.remat",
             )
-        trace = flattened(jax.make_jaxpr(flat)(*arguments.arrays))
+        trace = trace_flat(flat, *arguments.arrays)
         ends = list(itertools.accumulate((len(Arguments.of((spec,), {}).arrays) for spec in specs), initial=0))
         positions = tuple(p for number in donated for p in range(ends[number], ends[number + 1]))
         # A result reuses a donated buffer of the same shape and type.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, opened
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -78,12 +78,18 @@ class Trace:
         return type_bytes(self.types[value])
 
 
-def flattened(closed: Any, *, differentiable: bool = False) -> Trace:
+def trace_flat(function: Callable[..., Any], *arguments: Any, checkpoints: bool = True) -> Trace:
+    """Trace a function of nests of arrays, tracers or `jax.ShapeDtypeStruct`, and flatten the result, as `flattened` does."""
+    return flattened(jax.make_jaxpr(function)(*arguments), checkpoints=checkpoints)
+
+
+def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = True) -> Trace:
     """The equations of a jaxpr with all calls inlined, without duplicates and without those that no result or effect needs.
 
     If `differentiable`, calls of functions with a user-defined derivative stay calls, because the trace is differentiated later.
+    If `checkpoints`, each call to `jax.checkpoint` stays one equation.
     """
-    calls = _CALLS | ({} if differentiable else _WITH_RULES)
+    calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
     types: list[Any] = []
     constants: dict[int, Any] = {}
     inlined: list[Equation] = []

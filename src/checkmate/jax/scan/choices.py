@@ -197,6 +197,7 @@ class Layers:
     length: int
     carry_bytes: int
     differ: bool = True  # whether layers may save different values, or be nested
+    nested: bool = True
 
     def cheapest(self, most_bytes: int) -> Arrangement | None:
         """The cheapest arrangement that holds at most some bytes; one that is less simple must be cheaper by half a per cent.
@@ -229,7 +230,7 @@ class Layers:
 
     @property
     def _inner_lengths(self) -> list[int]:
-        return [d for d in range(2, self.length) if self.differ and self.length % d == 0]
+        return [d for d in range(2, self.length) if self.differ and self.nested and self.length % d == 0]
 
     def _alike(self, choice: Choice, inner: int = 1) -> Arrangement:
         """All layers save the same values; `inner` is the number of layers of each inner loop, 1 if loops are not nested."""

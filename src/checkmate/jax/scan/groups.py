@@ -18,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from checkmate.jax._compat import as_varying, traced_as
+from checkmate.jax.apply_plan import each_alone
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.graph.trace import Pure, Source, Trace, derivative, flattened, is_inexact, result
 
@@ -152,10 +153,13 @@ class Residuals:
         return jax.tree.unflatten(self._tree, [result(values, v) for v in self._results])
 
 
-def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Run a loop over layers in groups, with the results of `jax.lax.scan` over all layers."""
-    if len(groups) > 1:
-        return _one_after_the_other(naming, groups, carry, xs)
+def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool = False) -> tuple[Any, Any]:
+    """Run a loop over layers in groups, with the results of `jax.lax.scan` over all layers.
+
+    If `exact`, every equation of the body and its derivative stands alone, and no group is nested.
+    """
+    if len(groups) > 1 or exact:
+        return _one_after_the_other(naming, groups, carry, xs, exact=exact)
     (group,) = groups
     body = naming.block if group.everything else jax.checkpoint(naming.with_names(group.names), policy=group.policy)
     if group.nested == 1:
@@ -170,12 +174,12 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
     return carry, jax.tree.map(lambda a: a.reshape(group.layers, *a.shape[2:]), ys)
 
 
-def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any) -> tuple[Any, Any]:
+def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool) -> tuple[Any, Any]:
     arguments = Arguments.of((carry, _mapped(lambda a: a[0], xs)), {})
     flat = FlatFunction(naming.block, arguments)
     trace = naming.trace(flat, arguments)
     carries = Arguments.of((carry,), {}).arrays
-    loops = _Loops(naming, groups, trace, len(carries))
+    loops = _Loops(naming, groups, trace, len(carries), exact=exact)
     differentiable = jax.custom_vjp(lambda *arrays: loops.forward(*arrays)[0])
     differentiable.defvjp(loops.forward, loops.backward)
     # Values that the body closes over may be tracers of an outer transformation, and become arguments.
@@ -186,7 +190,8 @@ def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: An
 class _Loops:
     """The loops of several groups and their derivative, as functions of flat arrays: constants, carries, stacks."""
 
-    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], trace: Trace, carries: int) -> None:
+    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], trace: Trace, carries: int, *, exact: bool) -> None:
+        self.alone: Callable[[Callable[..., Any]], Callable[..., Any]] = each_alone if exact else lambda function: function
         self.constants, self.carries = len(trace.constants), carries
         self.types: list[Any] = [trace.types[v] if isinstance(v, int) else v.aval for v in trace.results]
         self.groups: list[tuple[range, Pure]] = []
@@ -207,7 +212,7 @@ class _Loops:
             def body(carry: Any, i: Any, layers: range = layers, layer: Pure = layer) -> tuple[Any, Any]:
                 given = [*constants, *carry, *_layer(stacks, i)]
                 residuals = self.residuals[layers] = Residuals(layer, given)
-                results, kept = residuals.forward(given)
+                results, kept = self.alone(residuals.forward)(given)
                 return results[: self.carries], (results[self.carries :], carry, kept)
 
             carry, (ys, before, kept) = jax.lax.scan(body, carry, _numbers(layers))
@@ -229,9 +234,13 @@ class _Loops:
                 read = (*of_layer, _layer(stacks, of_layer[0]))
                 i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
                 given = [*constants, *before, *slices]
-                known = zip((*ends, *_layer(along, i)), self.types, strict=True)
-                cotangents = [np.zeros(t.shape, jax.dtypes.float0) if c is None else c for c, t in known]
-                remaining = iter(self.residuals[layers].pullback(kept, given)(cotangents))
+
+                def gradients(given: Sequence[Any], kept: Sequence[Any], known: Sequence[Any]) -> Any:
+                    types = zip(known, self.types, strict=True)
+                    zeros = [np.zeros(t.shape, jax.dtypes.float0) if c is None else c for c, t in types]
+                    return self.residuals[layers].pullback(kept, given)(zeros)
+
+                remaining = iter(self.alone(gradients)(given, kept, [*ends, *_layer(along, i)]))
                 found = self._split([next(remaining) if is_inexact(a) else None for a in given])
                 to_constants = [None if t is None else t + g for t, g in zip(to_constants, found[0], strict=True)]
                 to_stacks = [

@@ -36,7 +36,7 @@ _MAXTEXT_NAMES = frozenset(
 class Loop:
     """A loop over layers and its derivative, from the shapes and types of its carry and of the slice for one layer.
 
-    Only layers that may differ can save different values or be nested.
+    Only layers that may differ can save different values or be nested; exact loops, whose equations stand alone, are not nested.
     ``fixed_bytes`` are the bytes of arguments, tangents, results and gradients.
     """
 
@@ -49,6 +49,7 @@ class Loop:
         costs: CostSource | str,
         names: str | Sequence[str] | None,
         differ: bool,
+        exact: bool = False,
     ) -> None:
         if not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise OptionError(f"length={length!r} is not a number of iterations", hint="pass the number of layers as length")
@@ -60,6 +61,7 @@ class Loop:
                 "the body of a loop cannot be planned inside a transformation such as jax.jit or jax.grad",
                 hint="plan it outside, with jax.ShapeDtypeStruct, and use what is returned inside",
             )
+        self._exact = exact
         self.naming = Naming(block, own=names is not None)
 
         def stacked(leaf: Any) -> Any:
@@ -75,7 +77,7 @@ class Loop:
         offered = None if names is None or names == "own" else tuple(names)
         choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
         carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
-        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ)
+        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ, nested=not exact)
 
     def overhead(self, cost: float) -> float:
         """Cost of the loop and its derivative, divided by the cost if everything is saved; `cost` is that of recomputations."""
@@ -120,7 +122,7 @@ class Loop:
         return Trial(target_bytes=target_bytes, **figures, outcome=arrangement)
 
     def _flat(self, groups: Sequence[LayerGroup]) -> Pure:
-        return FlatFunction(functools.partial(run_groups, self.naming, groups), self._arguments)
+        return FlatFunction(functools.partial(run_groups, self.naming, groups, exact=self._exact), self._arguments)
 
 
 def total_bytes(budget: Amount | Budget) -> int:
@@ -245,6 +247,7 @@ class PlannedScan:
         budget_bytes: The budget in bytes.
         temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
         peak_bytes: The same with arguments and results.
+        exact: Whether every equation stands alone.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -254,6 +257,7 @@ class PlannedScan:
     budget_bytes: int
     temp_bytes: int
     peak_bytes: int
+    exact: bool
     _naming: Naming
 
     @property
@@ -277,7 +281,7 @@ class PlannedScan:
                 f"the loop was planned for {self.length} layers and is given {', '.join(map(str, sorted(lengths)))}",
                 hint="stack what the layers are given along the first axis, or plan again with another length",
             )
-        return run_groups(self._naming, self.groups, carry, xs)
+        return run_groups(self._naming, self.groups, carry, xs, exact=self.exact)
 
 
 def scan(
@@ -289,6 +293,7 @@ def scan(
     budget: Amount | Budget,
     costs: CostSource | str = "measured",
     names: str | Sequence[str] | None = None,
+    exact: bool = False,
 ) -> PlannedScan:
     """A loop over layers that save as much as the budget has room for.
 
@@ -305,6 +310,8 @@ def scan(
         budget: The most bytes of the loop and its derivative, as in `policy`.
         costs: Where costs come from, as in `plan`.
         names: Names that the body gives, as in `policy`.
+        exact: Whether loss and gradients have the same bits at every budget under `jax.jit`. Every equation of the body and its
+            derivative then stands alone, and XLA fuses no two of them; loops are not nested.
 
     Raises:
         OptionError: An option cannot be used.
@@ -324,7 +331,7 @@ def scan(
         (64, 8)
     """
     budget_bytes = total_bytes(budget)
-    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=True)
+    loop = Loop(block, (carry, x), length, costs=costs, names=names, differ=True, exact=exact)
     found, needed = loop.cheapest_within(budget_bytes)
     bound = loop.layers.choices.bound(length, loop.layers.carry_bytes, found.saved_bytes)
     return PlannedScan(
@@ -335,6 +342,7 @@ def scan(
         budget_bytes=budget_bytes,
         temp_bytes=needed,
         peak_bytes=loop.fixed_bytes + needed,
+        exact=exact,
         _naming=loop.naming,
     )
 
