@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from checkmate import Graph, Limits, Problem
+from checkmate import Graph, Limits, Plan, Problem, evaluate
 from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for
@@ -89,6 +90,40 @@ def test_a_warning_takes_the_place_of_the_line(terminal: Terminal) -> None:
     assert "checkmate: capturing\r\x1b[Kcheckmate: warning: over\n" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("where", ["a pipe", "a dumb terminal"])
+def test_a_long_stage_has_one_line_where_none_can_be_rewritten(
+    where: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log of a cluster's job nothing would tell a minute of planning from a process that hangs."""
+    written = threading.Event()
+    if where == "a pipe":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(progress, "LATE_S", 0.0)
+    monkeypatch.setattr(progress, "_write", lambda text: (terminal.write(text), written.set()))
+    with progress.shown("planning 3 ops"):
+        assert written.wait(60)
+        progress.say("planning 3 ops: overhead 3 %")
+        progress.say("planning 3 ops: overhead 2 %")
+        progress.planned(CHAIN, evaluate(CHAIN, Plan.from_order(CHAIN, range(len(CHAIN.ops)))))
+    told = terminal.getvalue().splitlines()
+    assert told[0] == "checkmate: planning 3 ops, which takes more than 0 s"
+    assert len({*told}) == len(told)
+    assert told[-1].startswith("checkmate: ready in ")
+
+
+def test_a_short_stage_leaves_no_line_in_a_file(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log file is for what a person would otherwise wait for without knowing why."""
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    monkeypatch.setattr(progress, "LATE_S", 1e6)
+    with progress.shown("capturing"), progress.shown("planning 3 ops"):
+        pass
+    assert terminal.getvalue() == ""
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread.interval == 1e6]
+    assert all(timer.finished.is_set() for timer in timers)
+
+
 def test_a_notebook_has_a_line_that_is_rewritten(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook's stderr is no terminal, and knows how to return to the beginning of a line, but not how to erase one."""
     monkeypatch.setattr(Terminal, "__module__", "ipykernel.iostream")
@@ -100,15 +135,11 @@ def test_a_notebook_has_a_line_that_is_rewritten(terminal: Terminal, monkeypatch
     assert len({len(text) for text in shown[1:4]}) == 1  # so that nothing of a longer text is left
 
 
-@pytest.mark.parametrize("where", ["another rank", "a pipe", "a dumb terminal", "a log of INFO", "a log of ERROR"])
+@pytest.mark.parametrize("where", ["another rank", "a log of INFO", "a log of ERROR"])
 def test_nothing_is_drawn_elsewhere(where: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log files and other ranks would fill up with it; a log tells the same itself, or the user wants silence."""
     if where == "another rank":
         monkeypatch.setenv("RANK", "1")
-    elif where == "a pipe":
-        monkeypatch.setattr(terminal, "isatty", lambda: False)
-    elif where == "a dumb terminal":
-        monkeypatch.setenv("TERM", "dumb")
     else:
         LOG.setLevel(logging.INFO if "INFO" in where else logging.ERROR)
     with progress.shown("capturing"):

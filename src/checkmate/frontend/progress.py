@@ -2,8 +2,9 @@
 
 Compiling a step can take minutes. The line with the stage (capturing, measuring costs, planning, ready) is rewritten in place on
 stderr, of a terminal or a notebook, and erased at the end of the work; a last line with the plan stays. If stderr is a file or a
-pipe, nothing is written: logging at ``INFO`` has the same texts. Only the first rank draws, and only if logging is set neither to
-``INFO`` nor to ``ERROR`` and above. Drawn without rich, which is no dependency of the front ends.
+pipe (Slurm, Docker), each stage that takes longer than `LATE_S` gets one line. Only the first rank draws, and only if logging is
+set neither to ``INFO`` (the log then has the same texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency of
+the front ends.
 
 Python's handler of last resort prints messages without a name, each time they are logged. Most training scripts configure no
 logging, and a warning that a budget is not kept has to reach their users: `LastResort` prints it.
@@ -34,6 +35,9 @@ ItemT = TypeVar("ItemT")
 _PAUSE_S = 0.1
 """Least time between two redraws."""
 
+LATE_S = 5.0
+"""Seconds after which a stage gets a line if no line can be rewritten."""
+
 _ERASE = "\r\x1b[K"
 
 
@@ -42,7 +46,7 @@ class _Work:
     """The work that is shown."""
 
     draw: Callable[[str], None]  # replaces the text that is shown
-    erase: str | None  # erases the drawn line; None if another program draws it
+    erase: str | None  # erases the drawn line; None if another program draws it, empty if lines stay
     texts: list[str] = field(default_factory=list[str])  # from the outermost block to the innermost
     plan: str = ""  # the newest plan in words
     began: float = field(default_factory=time.perf_counter)
@@ -68,12 +72,15 @@ def shown(text: str) -> Generator[None, None, None]:
     _draw(work, at_once=True)
     try:
         yield
-        if outermost and work.erase is not None and work.plan:
+        told = not isinstance(work.draw, _LateLines) or work.draw.told
+        if outermost and work.erase is not None and work.plan and told:
             _write(f"{work.erase}checkmate: ready in {time.perf_counter() - work.began:.1f} s: {work.plan}\n")
     finally:
         del work.texts[depth:]
         if outermost:
-            if work.erase is not None:
+            if isinstance(work.draw, _LateLines):
+                work.draw.stop()
+            elif work.erase:
                 _write(work.erase)
             _work = None
         else:
@@ -141,6 +148,37 @@ def erase() -> None:
         _write(_work.erase)
 
 
+class _LateLines:
+    """One line for each stage that takes long, in place of a line that is rewritten."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()  # stages that have been printed
+        self._stage = ""
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, text: str) -> None:
+        """Begin a stage; a text of the same stage, with another number after the colon, changes nothing."""
+        stage = text.partition(":")[0]
+        if stage == self._stage:
+            return
+        self.stop()
+        self._stage = stage
+        if stage not in self.told:
+            self._timer = threading.Timer(LATE_S, self._tell, [stage])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """End the stage."""
+        self._stage = ""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell(self, stage: str) -> None:
+        self.told.add(stage)
+        _write(f"checkmate: {stage}, which takes more than {LATE_S:.0f} s\n")
+
+
 def _started() -> _Work | None:
     """Work to show, or None if nothing is to be drawn."""
     if _redirected is not None:
@@ -155,7 +193,7 @@ def _started() -> _Work | None:
         return _Work(lambda text: _write("\r" + f"checkmate: {text}"[:100].ljust(100)), erase="\r" + " " * 100 + "\r")
     if os.environ.get("TERM") != "dumb" and sys.stderr.isatty():
         return _Work(_draw_line, erase=_ERASE)
-    return None
+    return _Work(_LateLines(), erase="")
 
 
 def _draw(work: _Work, *, at_once: bool = False) -> None:
