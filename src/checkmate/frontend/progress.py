@@ -3,8 +3,8 @@
 Compiling a step can take minutes. The line with the stage (capturing, measuring costs, planning, ready) is rewritten in place on
 stderr, of a terminal or a notebook, and erased at the end of the work; a last line with the plan stays. If stderr is a file or a
 pipe (Slurm, Docker), each stage that takes longer than `LATE_S` gets one line. Only the first rank draws, and only if logging is
-set neither to ``INFO`` (the log then has the same texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency of
-the front ends.
+set neither to ``INFO`` (the log then has the same texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency
+of the front ends.
 
 Python's handler of last resort prints messages without a name, each time they are logged. Most training scripts configure no
 logging, and a warning that a budget is not kept has to reach their users: `LastResort` prints it.
