@@ -75,11 +75,14 @@ class Program:
 
     def _traced_flop(self, function: Callable[..., Any]) -> float:
         import jax
+        from jax.interpreters.partial_eval import dce_jaxpr
 
-        from checkmate.jax._compat import without_dead_code
-        from checkmate.jax.graph.op_properties import flops
+        from checkmate.jax._compat import opened
+        from checkmate.jax.graph.capture import flops
 
-        return float(sum(map(flops, without_dead_code(jax.make_jaxpr(function)(*self._arguments)).eqns)))
+        jaxpr, _ = opened(jax.make_jaxpr(function)(*self._arguments))
+        needed, *_ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # loops compute values that their derivative does not read
+        return float(sum(map(flops, needed.eqns)))
 
     def results(self) -> list[Any]:
         """Flat results."""

@@ -18,7 +18,7 @@ PUBLIC = {
     "checkmate.torch": "torch/__init__.py",
     "checkmate.tf2": "tf2/__init__.py",
     "checkmate.jax": "jax/__init__.py",
-    "checkmate.keras": "keras/__init__.py",
+    "checkmate.keras": "keras.py",
 }
 
 

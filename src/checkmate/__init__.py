@@ -29,7 +29,7 @@ from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
 from checkmate.cost.device import Device, device_names, load_device
-from checkmate.frontend import last_resort
+from checkmate.frontend.progress import install_last_resort
 from checkmate.solvers import (
     AStar,
     Auto,
@@ -124,7 +124,7 @@ __all__ = [
     "write",
 ]
 
-last_resort.install()
+install_last_resort()
 
 _LAZY = ("torch", "tf2", "jax", "keras", "plot", "report", "cost")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from checkmate.cost.database import Database
 from checkmate.cost.store import CostStore, OpCost
 from checkmate.doctor import checks
 from checkmate.doctor.checks import Check, guarded
@@ -116,7 +116,7 @@ def test_a_cache_folder_that_cannot_be_written(environment, tmp_path, fault):
     assert str(place) in check.detail
 
 
-def damaged(path: Path, how: str) -> Database:
+def damaged(path: Path, how: str) -> CostStore:
     """A store of costs with a fault."""
     store = CostStore(path)
     store.add({str(k): OpCost(k, 0) for k in range(3000)})
@@ -130,24 +130,26 @@ def damaged(path: Path, how: str) -> Database:
             file.write(b"\xa5" * 4096)
     elif how == "other-columns":
         path.unlink()
-        Database(lambda: path, "CREATE TABLE measures (key TEXT PRIMARY KEY, price TEXT)", "").run(lambda c: None, None)
-    return store.database
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE entries (key TEXT PRIMARY KEY, price TEXT)")
+        connection.close()
+    return store
 
 
 @pytest.mark.parametrize("how", ["garbage", "truncated", "a-page-overwritten", "other-columns"])
 def test_a_corrupt_store(tmp_path, how):
     """A damaged page may be one that no query of today reads."""
-    path = tmp_path / "op_costs.sqlite"
-    check = checks.check_stores([damaged(path, how)])
-    assert check.verdict == "failed"
+    path = tmp_path / "store.sqlite"
+    check = checks.check_store(damaged(path, how))
+    assert (check.name, check.verdict) == ("store", "failed")
     assert str(path) in check.detail
     assert check.cure.startswith("remove the file, or set CHECKMATE_CACHE")
 
 
-def test_intact_stores(tmp_path):
+def test_an_intact_store(tmp_path):
     """A store that does not exist yet is made."""
-    stores = [damaged(tmp_path / "a.sqlite", "not at all"), CostStore(tmp_path / "new.sqlite").database]
-    assert checks.check_stores(stores).verdict == "ok"
+    for store in (damaged(tmp_path / "a.sqlite", "not at all"), CostStore(tmp_path / "new.sqlite")):
+        assert checks.check_store(store).verdict == "ok"
 
 
 def test_the_engines_find_the_known_optimum():

@@ -94,7 +94,7 @@ def test_an_examination_is_green(monkeypatch):
     report = examine("cpu", quick=True, on_check=lambda check: seen.append(check.name))
     holds(report)
     assert seen == [check.name for check in report.checks]
-    assert {"name", "torch", "stores", "solvers", "device"} <= set(seen)
+    assert {"name", "torch", "store", "solvers", "device"} <= set(seen)
     assert "Inductor" not in seen
     assert report.as_json()["format"] == "checkmate.doctor/1"
 

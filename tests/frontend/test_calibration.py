@@ -160,14 +160,14 @@ def test_a_trial_of_a_result_has_its_figures() -> None:
     trial = Trial.of(8, result, 7, "step")
     assert (trial.target_bytes, trial.planned_bytes, trial.needed_bytes, trial.cost) == (8, 6, 7, 2)
     assert (trial.overhead, trial.measured, trial.outcome) == (1.0, True, "step")
-    assert not Trial.without_plan(8, None).within(10**9)
+    assert not Trial(target_bytes=8, outcome=None).within(10**9)
 
 
 def test_the_refusal_names_the_smallest_measured_peak() -> None:
     """It is the budget to raise to; without any measurement the planner's own error says more."""
     calibration = Calibration[str | None](4096, Offset())
     cause = PlanNotFoundError("none within 4 KiB", hint="raise it")
-    calibration.record(Trial.without_plan(4096, None))
+    calibration.record(Trial(target_bytes=4096, outcome=None))
     assert calibration.refusal(cause) is cause
     for needed in (6144, 5120):
         calibration.record(Trial(target_bytes=1, planned_bytes=1, needed_bytes=needed, cost=1, outcome="ran"))

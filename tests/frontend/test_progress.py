@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from checkmate import Graph, Plan, evaluate
-from checkmate.frontend import last_resort, progress
+from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for
 from checkmate.solvers.clocks import preparing
@@ -30,7 +30,6 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     stderr = Terminal()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))  # pytest sets sys.stderr again after this
-    monkeypatch.setattr(last_resort, "sys", SimpleNamespace(stderr=stderr))
     monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     LOG.setLevel(logging.WARNING)
@@ -84,7 +83,7 @@ def test_after_an_error_the_line_is_gone(terminal: Terminal) -> None:
 def test_a_warning_takes_the_place_of_the_line(terminal: Terminal) -> None:
     """A warning that begins in the middle of a line cannot be read."""
     record = logging.LogRecord("checkmate-alone", logging.WARNING, "", 0, "over", None, None)
-    handler = last_resort.LastResort()
+    handler = progress.LastResort()
     handler._has_other_handler = lambda name: False  # type: ignore[method-assign]
     with progress.shown("capturing"):
         handler.emit(record)

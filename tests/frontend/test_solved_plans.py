@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import checkmate.frontend.solved_plans as solved_plans
+import checkmate.frontend.plan_store as plan_store
 from checkmate import Graph, InfeasibleBudgetError, Limits, Problem, Reason, Termination
 from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.plan_store import SolvedPlans
 from checkmate.frontend.planner import cheapest, planner_for
-from checkmate.frontend.solved_plans import SolvedPlans
 from checkmate.solvers.session import Session
 
 TWO_PROCESSES = """
@@ -121,7 +121,7 @@ def test_another_version_of_checkmate_plans_again(monkeypatch: pytest.MonkeyPatc
     """Its solvers may find better plans."""
     calls = [(Problem(graph(), 9), Finds(), 5.0)]
     assert searches_of(*calls) == [0]
-    monkeypatch.setattr(solved_plans, "__version__", "0.0.0")
+    monkeypatch.setattr(plan_store, "__version__", "0.0.0")
     assert searches_of(*calls) == [0]
 
 
@@ -166,22 +166,22 @@ def test_a_proven_plan_is_used_whatever_the_time_limit() -> None:
 
 
 def damage(folder: Path, row: bytes, checksum: str | None = None) -> None:
-    with sqlite3.connect(folder / "solved_plans.sqlite") as connection:
-        key = connection.execute("SELECT key FROM solved").fetchone()[0]
-        checksum = solved_plans._checksum(key, row) if checksum is None else checksum
-        connection.execute("UPDATE solved SET row = ?, checksum = ?", (row, checksum))
+    with sqlite3.connect(folder / "store.sqlite") as connection:
+        key = connection.execute("SELECT key FROM entries").fetchone()[0]
+        checksum = SolvedPlans()._store._checksum(key, row) if checksum is None else checksum
+        connection.execute("UPDATE entries SET value = ?, checksum = ?", (row, checksum))
     connection.close()
 
 
 def row(order: tuple[int, ...], bound: float) -> bytes:
-    return msgspec.msgpack.encode(solved_plans._Row(order, bound, Termination(Reason.OPTIMAL), math.inf, 0.0))
+    return msgspec.msgpack.encode(plan_store._Solved(order, bound, Termination(Reason.OPTIMAL), math.inf, 0.0))
 
 
 @pytest.mark.parametrize(
     ("content", "checksum", "says"),
     [
-        (b"\xc1nonsense", None, "is damaged"),
-        (row((0, 1, 2, 0, 3), 5.0), "0" * 64, "is damaged and is not used: its checksum is wrong"),
+        (b"\xc1nonsense", None, "has a damaged entry"),
+        (row((0, 1, 2, 0, 3), 5.0), "0" * 64, "has a damaged entry"),
         (row((0, 1, 2, 3), 4.0), None, "does not keep its budget"),
         (row((0, 1, 2, 0, 3), 6.0), None, "costs less than its bound"),
         (row((0, 2, 1, 3), 4.0), None, "does not hold for its graph"),
@@ -206,9 +206,9 @@ def test_a_wrong_row_is_not_trusted(
 
 def test_a_damaged_file_is_named_and_planning_goes_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A cache is never a reason to fail."""
-    (folder / "solved_plans.sqlite").write_bytes(b"this is no database" * 100)
+    (folder / "store.sqlite").write_bytes(b"this is no database" * 100)
     assert searches_of((Problem(graph(), 9), Finds(), 5.0)) == [0]
-    assert str(folder / "solved_plans.sqlite") in caplog.text
+    assert str(folder / "store.sqlite") in caplog.text
     assert "remove the file" in caplog.text
 
 

@@ -17,9 +17,9 @@ import checkmate
 import checkmate.jax as cj
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.profiler import cost_source
-from checkmate.jax.scan.choices import Choices, Layers, cheapest
+from checkmate.jax.scan.choices import Choices, Layers
 from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
-from checkmate.jax.scan.search import Loop
+from checkmate.jax.scan.planned_scan import Loop
 from tests.jax.networks import difference
 
 WIDTH, LENGTH = 16, 8
@@ -151,10 +151,10 @@ def test_groups_in_shard_map(checked):
 
 
 def test_exact_loops_have_the_same_bits_at_every_budget(arrays):
-    """Results and gradients, with one choice for all layers, with layers that differ, and with everything saved."""
-    budgets = ("1GiB", 2_000_000, 850_000)
+    """Results and gradients, with everything saved and with layers that differ."""
+    budgets = ("1GiB", 2_000_000, 816_000)
     found = [cj.scan(layer, X, P, length=LENGTH, budget=budget, costs="estimated", exact=True) for budget in budgets]
-    assert [len(plan.groups) for plan in found] == [1, 2, 1]
+    assert [len(plan.groups) for plan in found] == [1, 2, 2]
     assert found[0].groups[0].everything
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in found)
     expected, *others = (jax.jit(derivative(plan), compiler_options=cj.compiler_options())(*arrays) for plan in found)
@@ -197,16 +197,15 @@ class Slack(Loop):
     def __init__(self, layers):
         self.layers, self.fixed_bytes = layers, 0
 
-    def planned_bytes(self, arrangement):
-        return arrangement.held_bytes + 300_000
-
     def temp_bytes(self, arrangement):
-        return self.planned_bytes(arrangement) + 10_000 + arrangement.saved_bytes // 50
+        return arrangement.held_bytes + 310_000 + arrangement.saved_bytes // 50
 
 
 def test_saving_nothing_is_tried_before_nested_loops(layers):
     """Where it is foreseen to miss the budget by next to nothing: a nested loop computes every layer once more."""
-    least, *_ = layers.least()
+    least = layers.cheapest(LENGTH * layers.carry_bytes)
+    assert least is not None
+    assert least.groups[0].nested == 1
     found, _ = Slack(layers).cheapest_within(Slack(layers).temp_bytes(least))
     assert found == least
 
@@ -221,7 +220,7 @@ def test_arrangements_are_as_cheap_as_trying_every_pair(layers):
     """For every limit the cheapest pair of choices and number of layers, found without trying all."""
     front = layers.choices.front
     for most in range(LENGTH * layers.carry_bytes, 10**6, 10**5):
-        found = cheapest(a for family in layers.kinds.values() if (a := family(most)) is not None)
+        found = layers.cheapest(most)
         tried = [
             count * few.cost + (LENGTH - count) * many.cost
             for few, many in itertools.product(front, front)
@@ -241,9 +240,9 @@ def test_the_bound_is_below_every_mixture(layers):
         saved = LENGTH * carry + count * few.saved_bytes + (LENGTH - count) * many.saved_bytes
         cost = count * few.cost + (LENGTH - count) * many.cost
         assert layers.choices.bound(LENGTH, carry, saved) <= cost + 1e-6
-    for inner in (2, 4):
-        nested = layers.kinds[f"nested {inner}"](10**7)
-        assert layers.choices.bound(LENGTH, carry, nested.saved_bytes) <= nested.cost + 1e-6
+    nested = [found for found in layers.smallest() if found.groups[0].nested > 1]
+    assert len(nested) == 2
+    assert all(layers.choices.bound(LENGTH, carry, found.saved_bytes) <= found.cost + 1e-6 for found in nested)
 
 
 def test_with_enough_room_nothing_is_computed_again(arrays):
@@ -319,14 +318,14 @@ def test_values_that_maxtext_does_not_name_are_refused():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda x, p: x, "returns an array, not a pair"),
-        (lambda x, p: (x[0], None), "is given a carry of"),
+        (lambda x, p: x, "must be a pair"),
+        (lambda x, p: (x[0], None), "equal types"),
     ],
     ids=["no pair", "other carry"],
 )
 def test_what_is_no_body_is_refused(body, message):
-    """With what `jax.lax.scan` asks for, in place of its error from inside."""
-    with pytest.raises(checkmate.GraphError, match=message):
+    """With the error of `jax.lax.scan`, before anything is compiled."""
+    with pytest.raises(TypeError, match=message):
         cj.scan(body, X, P, length=LENGTH, budget="1GiB", costs="estimated")
 
 

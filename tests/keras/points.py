@@ -17,7 +17,7 @@ from keras import layers
 
 from checkmate.keras import PlannedFit, capture, fit_within
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.measure.peak import default_device
+from checkmate.tf2.peak import default_device
 from tests.tf2.networks import CASES, Case
 from tests.tf2.steps import keep_all
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.tf2._compat import trace_events
-from checkmate.tf2.measure.peak import moving_batches
+from checkmate.tf2.peak import moving_batches
 
 
 def test_each_batch_is_a_copy_of_all_tensors():

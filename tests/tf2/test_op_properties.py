@@ -10,10 +10,8 @@ from checkmate.tf2.op_properties import FORWARDS
 from tests.tf2.steps import requested_peak
 
 SIZE = 1 << 18
-UNARY = sorted(
-    k for k, v in FORWARDS.items() if v == (0,) and k not in ("BiasAdd", "LogicalNot", "LogSoftmax", "MaxPoolGrad", "Softmax")
-)
-BINARY = sorted(k for k, v in FORWARDS.items() if v == (0, 1) and not k.startswith("Logical"))
+UNARY = sorted(op for op, positions in FORWARDS.items() if positions == (0,))
+BINARY = sorted(op for op, positions in FORWARDS.items() if positions == (0, 1))
 
 
 def asked(op: str, count: int, **options: tf.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The measured peak keeps the budget, and what it differs from the plan by is known to the byte."""
+"""The measured peak keeps the budget, and the step requests no more than the plan has."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ def check(point: dict[str, Any]) -> None:
     assert point["untouched"]
     for peak in (*point["measured_bytes"], point["calibrated_bytes"]):
         assert peak <= point["budget_bytes"], json.dumps(point)  # all of it: seen once in hundreds of runs, and not again
-    # The plan's bytes, less what is passed on from op to op, are what TensorFlow asks its allocator for.
-    assert point["forwarded_bytes"] <= point["live_bytes"]
-    step_bytes = point["asked_bytes"] - point["resident_bytes"]
-    assert abs(point["forwarded_bytes"] - point["asked_bytes"]) <= 0.02 * step_bytes
+    # Ops that write into a dying input request nothing.
+    assert point["asked_bytes"] - point["resident_bytes"] <= 1.02 * (point["planned_bytes"] - point["resident_bytes"])
     assert point["executed_remats"] == point["planned_remats"]
     assert not any(point["differs"].values())
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from checkmate.cli import main
-from checkmate.cost import database
+from checkmate.cost import store
 from tests.cli.test_capture import MODEL
-from tests.cost.test_database import damage, no_home
+from tests.cost.test_store import damage, no_home
 
 FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file", "cannot-be-made", "no-home")
 
@@ -20,8 +20,8 @@ FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file"
 @pytest.fixture(params=FAULTS)
 def place(request, tmp_path, monkeypatch):
     """The faulty path, or a word of the message where there is none."""
-    monkeypatch.setattr(database.Database, "wait_s", 0.1)
-    monkeypatch.setattr(database, "_warned", set())
+    monkeypatch.setattr(store.Store, "wait_s", 0.1)
+    monkeypatch.setattr(store, "_warned", set())
     folder = tmp_path / "cache"
     monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))
     monkeypatch.chdir(tmp_path)
@@ -36,8 +36,8 @@ def place(request, tmp_path, monkeypatch):
         monkeypatch.setenv("CHECKMATE_CACHE", "/proc/none/cache")
         yield "/proc/none/cache"
     else:
-        held = damage(request.param, folder / "op_costs.sqlite")
-        yield str(folder / "op_costs.sqlite")
+        held = damage(request.param, folder / "store.sqlite")
+        yield str(folder / "store.sqlite")
         if held is not None:
             held.close()
 

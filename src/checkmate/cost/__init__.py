@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from checkmate.cost.database import cache_folder
 from checkmate.cost.device import Device, device_names, device_schema, load_device, roofline_ns
-from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.cost.store import CostStore, OpCost, cache_folder, quantise
 
 __all__ = [
     "CostStore",

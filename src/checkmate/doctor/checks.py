@@ -1,11 +1,11 @@
-"""The outcome of a check as a value, and the checks before any step: packages, stores, solvers, and the device."""
+"""The outcome of a check as a value, and the checks before any step: packages, the store, solvers, and the device."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -14,10 +14,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits
 from checkmate.core.units import format_bytes
-from checkmate.cost.database import Database
 from checkmate.cost.store import CostStore, processor
-from checkmate.frontend.plan_store import PlanStore
-from checkmate.frontend.solved_plans import SolvedPlans
 from checkmate.solvers.backends import kernels
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.milp import Milp
@@ -104,18 +101,12 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def user_stores() -> list[Database]:
-    """The stores of this user: measured costs, solved plans, and compiled plans."""
-    return [CostStore().database, SolvedPlans().database, PlanStore("").database]
-
-
-def check_stores(stores: Sequence[Database]) -> Check:
-    """Whether stores can be read, to their last page, and written."""
-    faults = list(dict.fromkeys(fault for store in stores if (fault := store.fault()) is not None))
-    if not faults:
-        return Check("stores", "ok", "measured costs and plans can be read and written")
-    detail = "; ".join(f"{fault.place or 'the cache folder'} cannot be {fault.used}: {fault.reason}" for fault in faults)
-    return Check("stores", "failed", detail, f"{faults[0].cure}, or set CHECKMATE_CACHE to another folder")
+def check_store(store: CostStore) -> Check:
+    """Whether the store of measured costs and plans can be read, to its last page, and written."""
+    fault = store.fault()
+    if fault is None:
+        return Check("store", "ok", "measured costs and plans can be read and written")
+    return Check("store", "failed", str(fault), f"{fault.cure}, or set CHECKMATE_CACHE to another folder")
 
 
 def check_solvers(least_cost: int = 9) -> Check:

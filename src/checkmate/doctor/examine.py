@@ -12,6 +12,7 @@ from logging.handlers import BufferingHandler
 from typing import Any
 
 from checkmate.core.errors import OptionError
+from checkmate.cost.store import CostStore
 from checkmate.doctor import checks
 from checkmate.doctor.checks import Check, guarded
 
@@ -76,7 +77,7 @@ def examine(
     with _warnings_collected() as warnings:
         examined("name", checks.check_name)
         usable = examined("torch", lambda: checks.check_torch(versions.get("torch")))
-        examined("stores", lambda: checks.check_stores(checks.user_stores()))
+        examined("store", lambda: checks.check_store(CostStore()))
         examined("solvers", checks.check_solvers)
         where = _device(device) if usable else "cpu"
         if usable and examined("device", lambda: checks.check_device(where)):

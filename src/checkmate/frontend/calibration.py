@@ -26,15 +26,15 @@ class Trial(Generic[T]):
     """A plan that was tried. Without a plan its bytes are None, and its cost is infinite."""
 
     target_bytes: int  # live bytes within which it was planned
-    planned_bytes: int | None  # its planned peak
-    needed_bytes: int | None  # its peak as measured, or as predicted if a run was not worth its time
-    cost: float
+    planned_bytes: int | None = None  # its planned peak
+    needed_bytes: int | None = None  # its peak as measured, or as predicted if a run was not worth its time
+    cost: float = math.inf
     overhead: float = 1.0  # its cost over the cost of keeping everything
     measured: bool = True
     outcome: T  # the front end's own record of the trial
 
     @classmethod
-    def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T, *, measured: bool = True) -> Trial[T]:
+    def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T) -> Trial[T]:
         """The trial of a plan that was found within a target."""
         return cls(
             target_bytes=target_bytes,
@@ -42,14 +42,8 @@ class Trial(Generic[T]):
             needed_bytes=needed_bytes,
             cost=result.cost,
             overhead=result.overhead,
-            measured=measured,
             outcome=outcome,
         )
-
-    @classmethod
-    def without_plan(cls, target_bytes: int, outcome: T) -> Trial[T]:
-        """The trial of a target within which no plan was found."""
-        return cls(target_bytes=target_bytes, planned_bytes=None, needed_bytes=None, cost=math.inf, outcome=outcome)
 
     def within(self, limit_bytes: int) -> bool:
         """Whether the measured or predicted peak is at most a limit."""
@@ -94,17 +88,23 @@ class Calibration(Generic[T]):
         needs = [t.needed_bytes for t in self.trials if t.needed_bytes is not None]
         if not needs and cause is not None:
             return cause
-        smallest = min(needs, default=None)
-        found = "no plan was found" if smallest is None else f"the smallest measured peak is {format_bytes(smallest)}"
-        raised = "" if smallest is None else f" to at least {format_at_least(smallest)}"
-        return InfeasibleBudgetError(
-            f"no plan was measured to keep the budget of {format_bytes(self.limit_bytes)}: {found}",
-            hint=f"raise the budget{raised}, or lower the batch size",
-            budget_bytes=self.limit_bytes,
-            floor_bytes=getattr(cause, "floor_bytes", 0),
-            smallest_bytes=smallest,
-            binding_op=getattr(cause, "binding_op", ""),
-        )
+        return refusal(self.limit_bytes, min(needs, default=None), cause)
+
+
+def refusal(
+    limit_bytes: int, smallest_bytes: int | None, cause: CheckmateError | None = None, margin_bytes: int = 0
+) -> InfeasibleBudgetError:
+    """The error that names the smallest measured peak, and a budget with a margin; ``cause`` is the planner's own error."""
+    found = "no plan was found" if smallest_bytes is None else f"the smallest measured peak is {format_bytes(smallest_bytes)}"
+    raised = "" if smallest_bytes is None else f" to at least {format_at_least(smallest_bytes + margin_bytes)}"
+    return InfeasibleBudgetError(
+        f"no plan was measured to keep the budget of {format_bytes(limit_bytes)}: {found}",
+        hint=f"raise the budget{raised}, or lower the batch size",
+        budget_bytes=limit_bytes,
+        floor_bytes=getattr(cause, "floor_bytes", 0),
+        smallest_bytes=smallest_bytes,
+        binding_op=getattr(cause, "binding_op", ""),
+    )
 
 
 def calibrate(
@@ -120,9 +120,9 @@ def calibrate(
     failure: CheckmateError | None = None
     while (target := calibration.next_target()) is not None:
         try:
-            trial = measure(target, replan(target))
+            trial: Trial[T | None] | None = measure(target, replan(target))
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
-            failure, trial = error, Trial[T | None].without_plan(target, None)
+            failure, trial = error, Trial(target_bytes=target, outcome=None)
         if trial is None:
             break
         calibration.record(trial)

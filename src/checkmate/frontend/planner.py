@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Final
 
 import msgspec
@@ -23,14 +20,14 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.counted_memory import cheapest_counted, resolved_budget
 from checkmate.frontend.options import PlanningOptions
-from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
+from checkmate.frontend.plan_store import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.reductions.unread import plan_of_needed
@@ -99,42 +96,14 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
     if known is not None and known[1]:
         _log_planned(problem, known[0])
         return known[0]
-    with _interrupts_kept():
-        result = search(None if known is None else known[0].plan)
-        interrupted = result.termination.limit == "interrupt"
-        if plans is not None:  # an interrupted search had less time than it was given
-            plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
-        _log_planned(problem, result)
-        if interrupted:
-            raise KeyboardInterrupt
-    return result
-
-
-@contextmanager
-def _interrupts_kept() -> Generator[None]:
-    """Raise the `KeyboardInterrupt` of a Ctrl-C at the end of the block, if Python has dropped it.
-
-    Python delivers a signal in the next Python code that runs. After a long kernel this can be the callback of a weak reference,
-    which prints and ignores exceptions.
-    """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours:
-        yield
-        return
-    pressed = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
+    result = search(None if known is None else known[0].plan)
+    interrupted = result.termination.limit == "interrupt"
+    if plans is not None:  # an interrupted search had less time than it was given
+        plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
+    _log_planned(problem, result)
+    if interrupted:
         raise KeyboardInterrupt
+    return result
 
 
 def _left_s(limit_s: float, spent_s: float) -> float:
@@ -174,10 +143,11 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
-    """A planner that returns a given plan unchanged, or refuses it.
+    """A planner that returns a given plan, or refuses it if it does not hold.
 
-    A plan that names the structure of its graph stays valid if workspace or resident bytes have changed: they depend on the
-    process. The result has the figures of the current graph.
+    Compiled programs drop computations whose outputs are never read, and free every value after its last read. The result is that
+    of the plan that runs. A plan that names the structure of its graph stays valid if workspace or resident bytes have changed:
+    they depend on the process. The result has the figures of the current graph.
     """
 
     plan: Plan
@@ -195,10 +165,10 @@ class GivenPlan:
         if not plan.is_for(graph) and plan.is_for_structure_of(graph):
             _log.info("the plan was made where ops took other workspace, or other memory was resident: its peak is counted again")
             plan = msgspec.structs.replace(plan, graph_digest=graph.digest)
-        result = evaluate(graph, plan, self.budget)
         if plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
-            _refuse_unexecutable(graph, plan)
-        return result
+            evaluate(graph, plan)
+            plan = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
+        return evaluate(graph, plan, self.budget)
 
 
 class Replanner:
@@ -276,34 +246,6 @@ class Replanner:
 def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
     """The result of a known order without the computations whose outputs are never read."""
     return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
-
-
-def _refuse_unexecutable(graph: Graph, plan: Plan) -> None:
-    """Refuse a plan that a compiled program would not run unchanged.
-
-    Programs drop computations whose outputs are never read, and free every value after its last read. A plan with an unread
-    computation, or with a later free, would run as another plan with another peak.
-    """
-    needed = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
-    if _grouped(needed) == _grouped(plan):
-        return
-    dropped = len(plan.order) - len(needed.order)
-    what = f"{dropped} computations whose outputs are never read" if dropped else "values that it holds after their last read"
-    raise PlanError(
-        f"the plan has {what}: a compiled step leaves those out, and would not run as the plan says",
-        hint="leave them out of the plan: Plan.from_order(graph, order) frees every value right after its last read",
-    )
-
-
-def _grouped(plan: Plan) -> list[tuple[int, set[int]]]:
-    """Each computation with the values that the plan frees before the next one."""
-    groups: list[tuple[int, set[int]]] = []
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            groups.append((step.op, set()))
-        elif isinstance(step, Free) and groups:  # pyright: ignore[reportUnnecessaryIsInstance]
-            groups[-1][1].add(step.value)
-    return groups
 
 
 def _log_planned(problem: Problem, result: Result) -> None:

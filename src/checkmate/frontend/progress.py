@@ -1,9 +1,13 @@
-"""One line on a terminal with the stage of a front end: capturing, measuring costs, planning, ready.
+"""All that front ends write to stderr: one line with their stage, and warnings for programs that configured no logging.
 
-Compiling a step can take minutes. The line is rewritten in place on stderr, of a terminal or a notebook, and erased at the end of
-the work; a last line with the plan stays. If stderr is a file or a pipe (Slurm, Docker), each stage that takes longer than
-`LATE_S` gets one line. Only the first rank draws, and only if logging is set neither to ``INFO`` (the log then has the same
-texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency of the front ends.
+Compiling a step can take minutes. The line with the stage (capturing, measuring costs, planning, ready) is rewritten in place on
+stderr, of a terminal or a notebook, and erased at the end of the work; a last line with the plan stays. If stderr is a file or a
+pipe (Slurm, Docker), each stage that takes longer than `LATE_S` gets one line. Only the first rank draws, and only if logging is
+set neither to ``INFO`` (the log then has the same texts) nor to ``ERROR`` and above. Drawn without rich, which is no dependency
+of the front ends.
+
+Python's handler of last resort prints messages without a name, each time they are logged. Most training scripts configure no
+logging, and a warning that a budget is not kept has to reach their users: `LastResort` prints it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from checkmate.core.errors import printable_lines
 from checkmate.core.graph import Graph
 from checkmate.core.result import Progress, Result
 from checkmate.core.units import format_bytes
@@ -208,3 +213,40 @@ def _write(text: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError):  # the terminal is gone: the work goes on
         pass
+
+
+class LastResort(logging.Handler):
+    """Prints each warning once on stderr, if no other handler takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._printed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless another handler takes it, or its text was printed before."""
+        if self._has_other_handler(record.name):
+            return
+        text = printable_lines(record.getMessage())
+        if text in self._printed:
+            return
+        self._printed.add(text)
+        erase()
+        try:
+            sys.stderr.write(f"checkmate: {record.levelname.lower()}: {text}\n")
+        except Exception:  # noqa: BLE001 - as in every handler of the standard library: logging never fails
+            self.handleError(record)
+
+    def _has_other_handler(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+def install_last_resort() -> None:
+    """Add `LastResort` to the logger of this package, once."""
+    logger = logging.getLogger("checkmate")
+    if not any(isinstance(handler, LastResort) for handler in logger.handlers):
+        logger.addHandler(LastResort())

@@ -1,15 +1,4 @@
-"""JAX: capture a function or a whole step, plan it, and run the plan under JAX's transformations.
-
-Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> import checkmate.jax as cj
-    >>> def loss(w, x):
-    ...     return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
-    >>> step = jax.jit(jax.value_and_grad(cj.remat(loss, budget="100%", costs="estimated")))
-    >>> value, gradient = step(jnp.ones((8, 8)), jnp.ones((8, 8)))
-    >>> gradient.shape
-    (8, 8)
-"""
+"""JAX: capture a function or a whole step, plan it, and run the plan under JAX's transformations."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
-from jax.interpreters import partial_eval
 
 source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines are those of the user's program
 
@@ -19,12 +18,6 @@ source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
     """The jaxpr of a parameter or a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
-
-
-def without_dead_code(closed: Any) -> Any:
-    """A trace of `jax.make_jaxpr`, opened, without equations that no result needs, also inside loops."""
-    jaxpr, _ = opened(closed)
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class PlannedProgram:
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
             if p in self._fences:
-                _fence(values, self._fences[p].values)
+                values.update(behind_barriers(values, self._fences[p].values))
                 self._view_again(values, self._fences[p])
             self._compute(values, self.order[p])
 
@@ -162,22 +162,11 @@ def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
     return found
 
 
-def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
-    """Put a barrier over values.
-
-    In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary, so they
-    stay outside the barrier: every recomputation also reads a value that depends on the batch.
-    """
-    axes = {v: varying_axes(values[v]) for v in live}
-    most = max(axes.values(), key=len)
-    fenced = [v for v in live if axes[v] == most]
-    values.update(zip(fenced, jax.lax.optimization_barrier(tuple(values[v] for v in fenced)), strict=True))
-
-
 def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
-    """Some values behind a barrier: XLA cannot fuse their readers with earlier computations.
+    """Some values behind a barrier: XLA cannot fuse their readers with earlier computations, or move these computations.
 
-    There is one barrier for each set of axes of `jax.shard_map` along which values differ, as in `_fence`.
+    In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary: there is one
+    barrier for each set of axes along which values differ. Every recomputation also reads a value that depends on the batch.
     """
     by_axes: dict[frozenset[str], list[int]] = {}
     for v in numbers:

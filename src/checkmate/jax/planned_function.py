@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount
-from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
-from checkmate.jax.graph.capture import capture_trace
-from checkmate.jax.graph.op_properties import COLLECTIVES
+from checkmate.jax.graph.capture import COLLECTIVES, capture_trace
 from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
 from checkmate.jax.profiler import cost_source
-from checkmate.solvers.session import Solver
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -108,16 +106,15 @@ class PlannedFunction(Figures):
         return PlannedProgram(captured, self._planned.result.plan, exact=self._exact)
 
 
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def remat(
     function: Callable[..., Any] | None = None,
     *,
     budget: Amount | Budget | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
     costs: CostSource | str = "measured",
     verify: bool = True,
     exact: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> Callable[..., Any]:
     """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
 
@@ -129,13 +126,14 @@ def remat(
     Args:
         function: A function of arrays and nests of arrays, like a loss.
         budget: As in `plan`. None, if there is no plan and `exact` is False, returns the function as it is.
-        solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds of wall time for planning, or None for no limit.
-        plan: A plan, or its file, to run instead of solving.
         costs: Where costs come from, as in `plan`.
         verify: False skips the compilations.
         exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, and XLA fuses no two
             ops. Without a budget everything is kept, with these bits. Second derivatives are not exact.
+        options: The options below, by name.
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning, 30 by default, or None for no limit.
+        plan: A plan, or its file, to run instead of solving.
 
     Returns:
         A `PlannedFunction`; the decorator that makes one if ``function`` is left out.
@@ -153,15 +151,13 @@ def remat(
         1.0
     """
     if function is None:
-        return functools.partial(
-            remat, budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan, costs=costs, verify=verify, exact=exact
-        )
+        return functools.partial(remat, budget=budget, costs=costs, verify=verify, exact=exact, **options)
     if not callable(function):
         raise OptionError(f"function={function!r} is not a function", hint="pass the function first: remat(loss, budget='8GiB')")
-    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
-    if options.budget is None and options.plan is None and not exact:
+    planning = PlanningOptions.of(budget=budget, **options)
+    if planning.budget is None and planning.plan is None and not exact:
         return function
-    return PlannedFunction(function, options, costs, verify, exact)
+    return PlannedFunction(function, planning, costs, verify, exact)
 
 
 def _instantiated(cotangent: Any) -> Any:

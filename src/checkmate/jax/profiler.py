@@ -19,11 +19,10 @@ from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device, roofline_ns
-from checkmate.cost.store import OpCost, library_variables, processor, quantise
+from checkmate.cost.store import MeasuredCosts, OpCost, library_variables, processor, quantise
 from checkmate.frontend import progress
-from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
-from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
+from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")
@@ -59,8 +58,7 @@ def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpC
 def estimate(chain: Chain, device: str = "CPU") -> OpCost:
     """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device with a profile."""
     last = chain[-1].eqn
-    made = {v for equation in chain for v in equation.outputs}
-    read = [v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made]
+    read = types_from_outside(chain).values()
     moved = sum(map(type_bytes, [*read, *(v.aval for v in last.outvars)])) if len(chain) > 1 else moved_bytes(last)
     kind = str(getattr(last.outvars[0].aval, "dtype", "float32")) if last.outvars else "float32"
     total = sum(flops(equation.eqn) for equation in chain)

@@ -7,14 +7,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.units import Amount
 from checkmate.frontend import progress
-from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, has_modules
@@ -22,7 +22,6 @@ from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_withi
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.trace import trace_flat
 from checkmate.jax.profiler import cost_source
-from checkmate.solvers.session import Solver
 
 
 class PlannedStep(Figures):
@@ -64,17 +63,16 @@ class PlannedStep(Figures):
         return self._flat.results(self._program(arguments.arrays))
 
 
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def plan(
     step: Callable[..., Any],
     *specs: Any,
     budget: Amount | Budget | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
     costs: CostSource | str = "measured",
     donate_argnums: int | Sequence[int] = (),
     verify: bool = True,
     exact: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> PlannedStep:
     """Plan a whole step from the shapes of its arguments; the step does not run.
 
@@ -87,14 +85,15 @@ def plan(
         budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share
             like ``"70%"``: the fixed bytes plus 70 % of the further bytes that keeping everything needs. None keeps
             everything.
-        solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds of wall time for planning, or None for no limit.
-        plan: A plan, or its file, to run instead of solving.
         costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
             of a device, like ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
         verify: False skips the compilations; `PlannedStep.temp_bytes` is then None.
         exact: True gives the same bits at every budget, as in `remat`.
+        options: The options below, by name.
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning, 30 by default, or None for no limit.
+        plan: A plan, or its file, to run instead of solving.
 
     Returns:
         The planned step, a traceable function.
@@ -115,9 +114,9 @@ def plan(
         (1.0, True)
         >>> new_w, loss = jax.jit(planned)(jnp.ones((8, 8)), jnp.ones((8, 8)))
     """
-    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
+    planning = PlanningOptions.of(budget=budget, **options)
     arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
-    planned = planned_within(Compilation(captured, positions, exact=exact, verify=verify), options)
+    planned = planned_within(Compilation(captured, positions, exact=exact, verify=verify), planning)
     program = PlannedProgram(captured, planned.result.plan, exact=exact)
     return PlannedStep(step, arguments, flat, planned, program)
 

@@ -1,15 +1,4 @@
-"""TensorFlow 2 and Keras: capture a training step, plan it, and run the plan.
-
-Examples:
-    >>> import keras
-    >>> import numpy as np
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    >>> x, y = np.ones((3, 4), "float32"), np.zeros((3, 2), "float32")
-    >>> step = compile(model, "mse", "sgd", input_spec=x, label_spec=y)
-    >>> prediction, loss = step(x, y)
-    >>> prediction.shape
-    TensorShape([3, 2])
-"""
+"""TensorFlow 2 and Keras: capture a training step, plan it, and run the plan."""
 
 from __future__ import annotations
 
@@ -20,9 +9,8 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("tensorflow") is None:
     raise MissingExtraError("checkmate.tf2 needs TensorFlow, which is not installed", hint='pip install "checkmate-remat[tf2]"')
 
-from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
-from checkmate.tf2.measure.peak import NoStatisticsError, measure_peak
-from checkmate.tf2.models import NotBuiltError
+from checkmate.tf2.peak import NoStatisticsError, measure_peak
 from checkmate.tf2.step import TrainStep, capture, compile  # noqa: A004 - `checkmate.tf2.compile` is the documented call
+from checkmate.tf2.trace import NotBuiltError
 
-__all__ = ["AllocatorPeaks", "NoStatisticsError", "NotBuiltError", "TrainStep", "capture", "compile", "measure_peak"]
+__all__ = ["NoStatisticsError", "NotBuiltError", "TrainStep", "capture", "compile", "measure_peak"]

@@ -11,13 +11,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.util import _pywrap_determinism
-
-
-def op_determinism() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism` was called."""
-    return bool(_pywrap_determinism.is_enabled())
 
 
 class TraceEvent(NamedTuple):
@@ -123,12 +116,6 @@ def memory_limit_bytes(device: str) -> int | None:
         if spec.device_type == wanted.device_type and spec.device_index == (wanted.device_index or 0):
             return int(found.memory_limit)
     return None
-
-
-def is_stateful(op_type: str) -> bool:
-    """Whether ops of a type have state or effects."""
-    definition = op_def_registry.get(op_type)
-    return definition is None or definition.is_stateful
 
 
 def _stat(stat: Any, names: Any) -> Any:

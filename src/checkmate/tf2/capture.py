@@ -14,7 +14,6 @@ import tensorflow as tf
 from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
-    CALLS,
     FORWARDS,
     OPAQUE,
     READERS,
@@ -80,7 +79,6 @@ class _Builder:
         self.ops = trace.ops
         self.index = {op.name: i for i, op in enumerate(self.ops)}
         self.kinds = classify(self.ops)
-        self.reading_calls = {op.name for op in self.ops if op.type in CALLS and self.kinds[op.name] == "op"}
         self.needed = self._needed()
         self.touching = self._touching()
         self.snapshot_reads = self._snapshot_reads()
@@ -139,11 +137,7 @@ class _Builder:
         """Ops that are traced after an op and change a variable that it takes."""
         me = self.index[op.name]
         users = [user for handle in handles(op) for user in self.touching[handle]]
-        return [user for user in users if not self._only_reads(user) and self.index[user.name] > me]
-
-    def _only_reads(self, op: tf.Operation) -> bool:
-        """Whether an op that takes a handle leaves the variable as it is."""
-        return op.type in READERS or op.name in self.reading_calls
+        return [user for user in users if user.type not in READERS and self.index[user.name] > me]
 
     def _snapshot_reads(self) -> set[str]:
         """Reads with a use that was traced after the variable's next change. They must hold the old value."""
@@ -198,7 +192,7 @@ class _Builder:
     def _clobberers(self, op: tf.Operation) -> list[str]:
         """Ops that overwrite a variable whose buffer an op reads."""
         writers = [w.name for read in self._reads(op) for w in self._writers_after(read)]
-        if op.name in self.snapshot_reads or self._only_reads(op):
+        if op.name in self.snapshot_reads or op.type in READERS:
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
-
-from checkmate.tf2._compat import is_stateful
 
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
 """Role of an op of the traced step.
@@ -31,10 +29,7 @@ READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Va
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Loops of TensorFlow 2."""
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-"""Calls of nested functions."""
-
-OPAQUE = LOOPS | CALLS | {"If", "Case", "StatelessIf", "StatelessCase"}
+OPAQUE = LOOPS | {"If", "Case", "StatelessIf", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
 """Loops, branches and calls: each is one op of the graph, with everything inside."""
 
 KERNEL_RANDOM = frozenset(
@@ -44,31 +39,16 @@ KERNEL_RANDOM = frozenset(
 """Random ops whose generator state is in the kernel (GuardedPhiloxRandom) and cannot be saved and restored."""
 
 FORWARDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Maximum", "Minimum"), (0, 1)),
-    **dict.fromkeys(("Pow", "SquaredDifference", "FloorDiv", "Xdivy", "Xlogy", "Atan2"), (0, 1)),
-    **dict.fromkeys(("Abs", "Ceil", "Erf", "Erfc", "Exp", "Expm1", "Floor", "Log", "Log1p", "Neg", "Reciprocal", "Rint"), (0,)),
-    **dict.fromkeys(("Round", "Rsqrt", "Sigmoid", "Sign", "Sqrt", "Square", "Tanh", "Sin", "Cos", "Softplus", "Softsign"), (0,)),
-    **dict.fromkeys(("Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Softmax", "LogSoftmax", "BiasAdd"), (0,)),
-    **dict.fromkeys(("ReluGrad", "Relu6Grad", "EluGrad", "SeluGrad", "LeakyReluGrad", "SoftplusGrad"), (0, 1)),
-    **dict.fromkeys(("SigmoidGrad", "TanhGrad", "RsqrtGrad", "SqrtGrad", "ReciprocalGrad", "InvGrad"), (0, 1)),
-    "LogicalAnd": (0, 1),
-    "LogicalOr": (0, 1),
-    "LogicalNot": (0,),
+    **dict.fromkeys(("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Pow", "SquaredDifference"), (0, 1)),
+    **dict.fromkeys(("Abs", "Exp", "Log", "Neg", "Reciprocal", "Rsqrt", "Sign", "Sqrt", "Square", "Tanh"), (0,)),
     "AddN": (0, 1, 2, 3, 4, 5, 6, 7),
     "SelectV2": (1, 2),
-    "MaxPoolGrad": (0,),
 }
-"""Positions of the inputs whose buffer a kernel reuses for its first output if nothing else references it.
+"""For ops of optimizers, positions of the inputs whose buffer a kernel reuses for its output if nothing else references it.
 
 Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/framework/op_kernel.h).
 ``tests/tf2/test_op_properties.py`` checks entries against TensorFlow's trace of allocations.
 """
-
-FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
-"""Ops that reuse their first input's buffer for their second output, the gradient (tensorflow/core/kernels/xent_op.cc)."""
-
-FORWARDS_TO_WORKSPACE = {"MaxPoolGrad": 1}
-"""Position of the input whose buffer a kernel reuses as workspace if nothing else references it."""
 
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
@@ -77,35 +57,9 @@ _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their unty
 def classify(ops: Sequence[tf.Operation]) -> dict[str, Kind]:
     """The kind of every op, by name, of ops in the order in which they were traced."""
     kinds: dict[str, Kind] = {}
-    readers = _calls_that_read(ops)
     for op in ops:
-        kinds[op.name] = "op" if op.name in readers else _kind(op, kinds)
+        kinds[op.name] = _kind(op, kinds)
     return kinds
-
-
-def _calls_that_read(ops: Sequence[tf.Operation]) -> frozenset[str]:
-    """Names of the calls of nested functions that only read variables: these calls can be recomputed.
-
-    Keras calls these functions for convolutions with groups, which it lets XLA compile because TensorFlow's kernel for the CPU
-    lacks them (``_conv_xla`` in keras/src/backend/tensorflow/nn.py).
-    """
-    calls = [op for op in ops if op.type == "StatefulPartitionedCall"]
-    if not calls:
-        return frozenset()
-    library = {f.signature.name: f for f in calls[0].graph.as_graph_def().library.function}
-    return frozenset(op.name for op in calls if _only_reads(op.get_attr("f").name, library))
-
-
-def _only_reads(name: str, library: Mapping[str, Any]) -> bool:
-    """Whether a function and those that it calls have no effect and read variables only."""
-    for node in library[name].node_def:
-        nested = [value.func.name for value in node.attr.values() if value.HasField("func")]
-        nested += [f.name for value in node.attr.values() for f in value.list.func]
-        if not all(_only_reads(f, library) for f in nested):
-            return False
-        if not nested and node.op not in READERS and is_stateful(node.op):
-            return False
-    return True
 
 
 def static_shape_values(op: tf.Operation) -> list[np.ndarray] | None:

@@ -2,30 +2,109 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import GraphError, PlanError
+from checkmate.core.errors import GraphError, OptionError, PlanError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
-from checkmate.core.units import Amount, format_bytes
+from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
-from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
-from checkmate.tf2.measure.calibrate import PlannedFunction
-from checkmate.tf2.measure.opaque_ops import with_opaque_measured
-from checkmate.tf2.measure.profiler import cost_source
-from checkmate.tf2.models import Loss, check_model, resolve_losses, resolve_optimizer
-from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.specs import ARGUMENTS, flat_batch, sample_batch, specs_of
-from checkmate.tf2.trace import trace_step
+from checkmate.tf2.planned_steps import PlannedFunction, PlannedSteps
+from checkmate.tf2.profiler import capture_with_costs
+from checkmate.tf2.trace import Compiled, Loss, check_model, trace_step
 
-_log = logging.getLogger("checkmate.tf2")
+ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
+"""Names of the specifications of the arguments of a step."""
+
+
+def specs_of(sample: Any, name: str, *, closed: bool = False) -> Any:
+    """A nest of `tf.TensorSpec` from a nest of tensors, arrays or specifications.
+
+    The name of the argument is for messages. With ``closed`` shapes may have no open dimensions, as in a graph.
+    """
+    specs = tf.nest.map_structure(lambda leaf: _spec(leaf, name), sample)
+    for spec in tf.nest.flatten(specs) if closed else ():
+        if not spec.shape.is_fully_defined():
+            raise OptionError(
+                f"{name} has the shape {spec.shape}, and a graph needs a shape without open dimensions",
+                hint=f"pass a sample batch as {name}, or a tf.TensorSpec with a batch size",
+            )
+    return specs
+
+
+def flat_batch(specs: Sequence[Any], arguments: Sequence[Any]) -> list[tf.Tensor]:
+    """The tensors of a batch, flat: inputs, labels, and weights of samples if there are any.
+
+    There is a nest of specifications for each argument. Only the first dimension of a tensor may differ from its specification.
+    """
+    flat: list[tf.Tensor] = []
+    for argument, spec, given in zip(ARGUMENTS, specs, arguments, strict=False):
+        name = argument.removesuffix("_spec")
+        try:
+            tf.nest.assert_same_structure(spec, given)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"the structure of the {name} differs from that of {argument}: {str(error).splitlines()[0]}",
+                hint=f"pass the {name} in the structure of {argument}: a tensor, or the same list, tuple or mapping of tensors",
+            ) from error
+        wanted = tf.nest.flatten(spec)
+        flat += [_tensor(name, s, g) for s, g in zip(wanted, tf.nest.flatten(given), strict=True)]
+    return flat
+
+
+def sample_batch(specs: Sequence[Any], samples: Sequence[Any]) -> list[tf.Tensor] | None:
+    """The samples that the specifications were made from, as flat tensors; None if some are specifications themselves."""
+    leaves = tf.nest.flatten(samples)
+    if any(isinstance(leaf, tf.TensorSpec) or not hasattr(leaf, "__array__") for leaf in leaves):
+        return None
+    return flat_batch(specs, samples)
+
+
+def _spec(leaf: Any, name: str) -> tf.TensorSpec:
+    if leaf is None:
+        raise OptionError(f"{name} is None", hint=f"pass a sample batch as {name}, or its tf.TensorSpec")
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    try:
+        spec = tf.TensorSpec(leaf.shape, leaf.dtype)
+    except TypeError as error:
+        raise OptionError(
+            f"{name}={leaf!r} is neither a tensor nor a specification", hint=f"pass a sample batch as {name}, or a tf.TensorSpec"
+        ) from error
+    _refuse_empty(name, spec.shape)
+    return spec
+
+
+def _tensor(name: str, spec: tf.TensorSpec, given: Any) -> tf.Tensor:
+    if given is None:
+        raise OptionError(f"the {name} is None, and {name}_spec is {spec.shape}", hint=f"pass a batch of {name}s")
+    try:
+        tensor = tf.convert_to_tensor(given, spec.dtype)
+    except (TypeError, ValueError) as error:
+        have = getattr(getattr(given, "dtype", None), "name", type(given).__name__)
+        raise OptionError(
+            f"the {name} is {have}, and {name}_spec says {spec.dtype.name}", hint=f"cast the {name} to {spec.dtype.name}"
+        ) from error
+    if spec.shape.rank not in (None, tensor.shape.rank) or not spec.shape[1:].is_compatible_with(tensor.shape[1:]):
+        raise OptionError(
+            f"the {name} has the shape {tensor.shape}, and the step is for {spec.shape}: only the batch size may differ",
+            hint=f"compile another step with {name}_spec of the shape {tensor.shape}",
+        )
+    _refuse_empty(name, tensor.shape)
+    return tensor
+
+
+def _refuse_empty(name: str, shape: tf.TensorShape) -> None:
+    """Refuse a batch without samples, whose mean loss is NaN."""
+    if shape.rank is not None and 0 in shape.as_list():
+        raise OptionError(f"{name} has the shape {shape}, which holds nothing", hint="leave out batches without samples")
 
 
 class TrainStep:
@@ -38,16 +117,15 @@ class TrainStep:
 
     def __init__(
         self,
-        model: keras.Model,
-        losses: Any,
-        optimizer: keras.Optimizer,
+        compiled: Compiled,
         specs: tuple[Any, ...],
         batch: list[tf.Tensor] | None,
         options: PlanningOptions,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model: keras.Model = compiled.model
+        self.optimizer: keras.Optimizer = compiled.optimizer
         self._specs = specs
-        self._steps = PlannedSteps(lambda s: trace_step(model, losses, optimizer, s), options, model.name)
+        self._steps = PlannedSteps(lambda s: trace_step(compiled, compiled.step, s), options, compiled.name)
         if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(specs)):
             self._steps.plan(specs, batch)
 
@@ -70,11 +148,6 @@ class TrainStep:
     def budget_bytes(self) -> int | None:
         """The requested budget in bytes, or None."""
         return self._steps.budget_bytes
-
-    @property
-    def peaks(self) -> AllocatorPeaks:
-        """Predicted peaks of the plan."""
-        return self._first.peaks
 
     @property
     def measured_bytes(self) -> int | None:
@@ -116,15 +189,10 @@ class TrainStep:
             arguments = (*arguments, sample_weight)
             specs = (*specs, *(self._specs[2:] or (specs_of(sample_weight, "sample_weight"),)))
         flat = flat_batch(specs, arguments)
-        known = len(self._steps.planned)
-        result = self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
-        if len(self._steps.planned) > known:
-            peak = format_bytes(list(self._steps.planned.values())[-1].peaks.live_bytes)
-            _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
-        return result
+        return self._steps(tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat]), flat)
 
 
-@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     model: keras.Model,
     loss: Loss,
@@ -183,7 +251,7 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     samples = (input_spec, label_spec) if sample_weight_spec is None else (input_spec, label_spec, sample_weight_spec)
     specs = tuple(specs_of(sample, name) for sample, name in zip(samples, ARGUMENTS, strict=False))
     batch = sample_batch(specs, samples)
-    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, planning)
+    return TrainStep(Compiled(model, loss, optimizer), specs, batch, planning)
 
 
 def capture(
@@ -209,8 +277,6 @@ def capture(
         GraphError: The step cannot be traced as one function.
     """
     check_model(model)
-    source = cost_source(costs)
     specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
-    trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
-    captured = capture_trace(trace, source, model.name)
-    return (with_opaque_measured(captured) if costs == "measured" else captured).graph
+    compiled = Compiled(model, loss, optimizer)
+    return capture_with_costs(lambda: trace_step(compiled, compiled.step, specs), costs, model.name).graph

@@ -1,18 +1,100 @@
-"""Trace a Keras training step as one function: forward, loss, backward and optimizer."""
+"""Trace a Keras training step as one function: forward, loss, backward and optimizer.
+
+The model is checked first; Keras resolves losses and optimizer.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from checkmate.core.errors import CheckmateError, GraphError
+from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
-from checkmate.tf2.models import total_loss
+
+Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
+
+
+class NotBuiltError(CheckmateError, ValueError):
+    """A model that is not built: it has no variables yet."""
+
+
+def check_model(model: keras.Model) -> None:
+    """Check that a model is built and that its steps can be planned in this process."""
+    check_environment(model)
+    if not model.built:
+        raise NotBuiltError(
+            f"model {model.name!r} is not built: it has no variables yet",
+            hint="call the model once on a batch, or call model.build(input_shape)",
+        )
+
+
+def check_environment(model: keras.Model) -> None:
+    """Check that steps of a model, which need not be built yet, can be planned in this process."""
+    if keras.config.backend() != "tensorflow":
+        raise OptionError(
+            f"Keras runs on {keras.config.backend()}, not on TensorFlow",
+            hint="set the environment variable KERAS_BACKEND=tensorflow before Keras is imported; for torch use checkmate.torch",
+        )
+    if not isinstance(model, keras.Model):
+        raise OptionError(
+            f"model={type(model).__name__} is not a keras.Model",
+            hint="pass a keras.Model; wrap layers in keras.Sequential",
+        )
+    if model.built and not model.trainable_variables:
+        raise OptionError(
+            f"model {model.name!r} has no trainable weights, so that a step would change nothing",
+            hint="set `trainable = True` on the model or on some of its layers",
+        )
+    strategy = model.distribute_strategy
+    if strategy is not tf.distribute.get_strategy():
+        raise OptionError(
+            f"model {model.name!r} was created in the scope of a {type(strategy).__name__}, and a step is planned for one device",
+            hint="build and compile the model outside of `strategy.scope()`",
+        )
+    if tf.distribute.has_strategy():
+        raise OptionError(
+            "a step is planned for one device, and this call is inside the scope of a tf.distribute strategy",
+            hint="make this call outside of `strategy.scope()`",
+        )
+    if tf.config.functions_run_eagerly():
+        raise OptionError(
+            "tf.config.run_functions_eagerly(True) is set, and only a graph can be planned",
+            hint="call tf.config.run_functions_eagerly(False)",
+        )
+
+
+class Compiled(keras.Model):
+    """The losses and the optimizer of a step of a model, as `keras.Model.compile` resolves them; the model stays as it is."""
+
+    def __init__(self, model: keras.Model, loss: Loss, optimizer: Any) -> None:
+        super().__init__(name=model.name, dtype=model.dtype_policy)
+        self.model: Any = model  # its own losses (regularisers) count
+        self.output_names = getattr(model, "output_names", None)
+        hint = "pass a keras.optimizers object, or a name such as 'adam'"
+        if optimizer is None:
+            raise OptionError("optimizer is None, and a step applies an optimizer", hint=hint)
+        try:
+            self.compile(optimizer, loss)
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"optimizer={optimizer!r} is not a Keras optimizer", hint=hint) from error
+        if not self.optimizer.built:  # otherwise its slots would be created inside the trace
+            self.optimizer.build(model.trainable_variables)
+
+    def step(self, inputs: Any, labels: Any, weights: Any = None) -> tuple[Any, tf.Tensor]:
+        """Forward, loss, backward and update."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            prediction = self.model(inputs, training=True)
+            loss: Any = self.compute_loss(inputs, labels, prediction, weights)
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+        return prediction, loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,41 +157,27 @@ class PhaseMarks:
         self.parts.sort(key=lambda part: part[0])
 
 
-def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimizer: keras.Optimizer, specs: Any) -> Trace:
-    """Trace a step. Nothing runs, except that the optimizer's slots are created if they do not exist.
-
-    ``specs`` are nests of `tf.TensorSpec`: inputs, labels and, if there are any, sample weights.
-    """
-    if not optimizer.built:  # otherwise its slots would be created inside the trace
-        with tf.init_scope():
-            optimizer.build(model.trainable_variables)
-    marks = PhaseMarks()
-
-    def step(inputs: Any, labels: Any, weights: Any = None) -> tuple[Any, tf.Tensor]:
-        marks.start()
-        with tf.GradientTape() as tape:
-            prediction = model(inputs, training=True)
-            marks.begin("loss")
-            loss = total_loss(losses, labels, prediction, weights, model.losses)
-            scaled = optimizer.scale_loss(loss)
-        marks.begin("backward")
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        marks.begin("optimizer")
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return prediction, loss
-
-    return trace_function(step, specs, marks)
-
-
-def trace_function(step: Callable[..., Any], specs: Sequence[Any], marks: PhaseMarks) -> Trace:
-    """Trace a function of a batch, which calls ``marks.start`` first. Nothing runs.
+def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any]) -> Trace:
+    """Trace a step of a compiled model. Nothing runs.
 
     Raises:
-        GraphError: The function cannot be traced.
+        GraphError: The step cannot be traced.
     """
+    marks = PhaseMarks()
+
+    def traced(*batch: Any) -> Any:
+        marks.start()
+        with contextlib.ExitStack() as shadows:
+            shadows.enter_context(_marked(model, "compute_loss", marks, "loss"))
+            for optimizer in _optimizers(model):
+                shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
+            results = step(*batch)
+        marks.find_backward()
+        return results
+
     try:
-        function = tf.function(step, autograph=False).get_concrete_function(*specs)
-    except (TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
+        function = tf.function(traced, autograph=False).get_concrete_function(*specs)
+    except (TypeError, ValueError, LookupError, RuntimeError, tf.errors.OpError) as error:
         if isinstance(error, CheckmateError):
             raise
         raise GraphError(
@@ -117,3 +185,35 @@ def trace_function(step: Callable[..., Any], specs: Sequence[Any], marks: PhaseM
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(marks.parts), tuple(function.graph.variables))
+
+
+def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
+    """The optimizer of `compile`, and the optimizers that a model with its own `train_step` holds."""
+    held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
+    return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
+
+
+@contextlib.contextmanager
+def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator[None]:
+    """While the block runs, mark the phase of the ops that a method of an object traces.
+
+    After the loss and after an update the phase is ``"loss"``: metrics need the prediction and no gradient, as the loss does.
+    """
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        marks.begin(phase)
+        result = method(*args, **kwargs)
+        marks.begin("loss")
+        return result
+
+    attributes = vars(owner)  # not `setattr`, by which Keras tracks assigned objects
+    before = attributes.get(name)
+    attributes[name] = call
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[name]
+        else:
+            attributes[name] = before

@@ -17,7 +17,7 @@ from torch import nn
 import checkmate.frontend.planner as planners
 from checkmate import InfeasibleBudgetError, Limits, MinBudget, PlanNotFoundError, Problem, Result
 from checkmate.core.units import parse_bytes
-from checkmate.frontend import solved_plans
+from checkmate.frontend import plan_store
 from checkmate.torch import LateGradientError, measure_peak
 from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import input_of, mlp
@@ -177,7 +177,7 @@ def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.Monk
 def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither for those of its first step, which runs before the step is known, nor for that of the step."""
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
+    monkeypatch.setattr(plan_store, "_LEAST_S", 0.0)
     searches: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -182,10 +182,9 @@ def _lower_hull(front: Sequence[Choice]) -> list[Choice]:
 class Arrangement:
     """A loop over layers in groups, with its cost by the model."""
 
-    kind: str
     groups: tuple[LayerGroup, ...]
     cost: float  # of recomputations in all layers
-    bound: float = field(default=0.0, compare=False)  # proven, on the cost of arrangements of the same kind; 0 if there is none
+    bound: float = field(default=0.0, compare=False)  # proven, if all layers save the same values; else 0
     saved_bytes: int  # from the forward to the derivative, with carries
     held_bytes: int  # the same plus the bytes that inner loops hold while their derivative is computed
 
@@ -200,52 +199,53 @@ class Layers:
     differ: bool = True  # whether layers may save different values, or be nested
     nested: bool = True
 
-    @property
-    def kinds(self) -> dict[str, Callable[[int], Arrangement | None]]:
-        """Kinds of arrangements, the simplest first; each maps bytes to its cheapest arrangement that holds no more."""
-        found: dict[str, Callable[[int], Arrangement | None]] = {"uniform": self._uniform}
-        if self.differ:
-            found |= {"everything": self._everything, "pair": self._pair}
-            found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
-        return found
+    def cheapest(self, most_bytes: int) -> Arrangement | None:
+        """The cheapest arrangement that holds at most some bytes; one that is less simple must be cheaper by half a per cent.
 
-    def least(self) -> list[Arrangement]:
-        """The arrangement that holds the fewest bytes, for each kind of one choice."""
-        held = {"uniform": self.length * self.carry_bytes}
-        held |= {f"nested {d}": (self.length // d + d) * self.carry_bytes for d in self._inner_lengths}
-        return [found for kind, within in self.kinds.items() if kind in held and (found := within(held[kind])) is not None]
+        A smaller gain is not worth more groups.
+        """
+        best: Arrangement | None = None
+        for found in self._candidates(most_bytes):
+            if found.held_bytes <= most_bytes and (best is None or found.cost < 0.995 * best.cost):
+                best = found
+        return best
+
+    def smallest(self) -> list[Arrangement]:
+        """Arrangements that save only carries: a simple loop, and the two nested ones that hold the fewest bytes."""
+        nothing = self.choices.cheapest(0)
+        nested = sorted((self._alike(nothing, inner) for inner in self._inner_lengths), key=lambda found: found.held_bytes)
+        return [self._alike(nothing), *nested[:2]]
+
+    def _candidates(self, most_bytes: int) -> Iterator[Arrangement]:
+        """Arrangements of every kind, the simplest first: one choice, two, and nested loops with one choice."""
+        if most_bytes >= self.length * self.carry_bytes:
+            yield self._alike(self.choices.cheapest(most_bytes // self.length - self.carry_bytes))
+        if self.differ:
+            yield self._alike(self.choices.front_with_everything[-1])
+            yield from self._pairs(most_bytes)
+        for inner in self._inner_lengths:
+            each = (most_bytes - self.length // inner * self.carry_bytes) // inner - self.carry_bytes
+            if each >= 0:
+                yield self._alike(self.choices.cheapest(each), inner)
 
     @property
     def _inner_lengths(self) -> list[int]:
-        return [d for d in range(2, self.length) if self.nested and self.length % d == 0]
+        return [d for d in range(2, self.length) if self.differ and self.nested and self.length % d == 0]
 
-    def _uniform(self, most_bytes: int) -> Arrangement | None:
-        each = most_bytes // self.length - self.carry_bytes
-        return None if each < 0 else self._alike("uniform", self.choices.cheapest(each))
-
-    def _everything(self, most_bytes: int) -> Arrangement | None:
-        found = self._alike("everything", self.choices.front_with_everything[-1])
-        return found if found.held_bytes <= most_bytes else None
-
-    def _nested(self, inner: int, most_bytes: int) -> Arrangement | None:
-        each = (most_bytes - self.length // inner * self.carry_bytes) // inner - self.carry_bytes
-        return None if each < 0 else self._alike(f"nested {inner}", self.choices.cheapest(each), inner)
-
-    def _alike(self, kind: str, choice: Choice, inner: int = 0) -> Arrangement:
-        """All layers save the same values; `inner` is the number of layers of each inner loop, if they are nested."""
-        saved = (self.length // inner if inner else self.length) * self.carry_bytes
-        saved += 0 if inner else self.length * choice.saved_bytes
+    def _alike(self, choice: Choice, inner: int = 1) -> Arrangement:
+        """All layers save the same values; `inner` is the number of layers of each inner loop, 1 if loops are not nested."""
+        nested, carries = inner > 1, self.length // inner * self.carry_bytes
+        saved = carries if nested else carries + self.length * choice.saved_bytes
         return Arrangement(
-            kind=kind,
-            groups=(choice.group(self.length, inner or 1),),
-            cost=self.length * (choice.cost + (self.choices.forward if inner else 0)),
-            bound=0.0 if inner else self.length * choice.bound,
+            groups=(choice.group(self.length, inner),),
+            cost=self.length * (choice.cost + (self.choices.forward if nested else 0)),
+            bound=0.0 if nested else self.length * choice.bound,
             saved_bytes=saved,
-            held_bytes=saved + inner * (self.carry_bytes + choice.saved_bytes),
+            held_bytes=saved + (inner * (self.carry_bytes + choice.saved_bytes) if nested else 0),
         )
 
-    def _pair(self, most_bytes: int) -> Arrangement | None:
-        """Two choices, the second for all layers after some number of layers."""
+    def _pairs(self, most_bytes: int) -> Iterator[Arrangement]:
+        """The cheapest arrangement of two choices, the second for all layers after some number of layers, if there is any."""
         front, length = self.choices.front_with_everything, self.length
         sizes = [choice.saved_bytes for choice in front]
         room = most_bytes - length * self.carry_bytes
@@ -258,22 +258,9 @@ class Layers:
                 many = front[bisect.bisect_right(sizes, each) - 1]
                 if many is not few:
                     found.append((count * few.cost + (length - count) * many.cost, count, few, many))
-        if not found:
-            return None
-        cost, count, few, many = min(found, key=lambda pair: pair[0])
-        saved = length * self.carry_bytes + count * few.saved_bytes + (length - count) * many.saved_bytes
-        # The derivative begins with the last layers, when everything is saved: they recompute less, and hold less.
-        groups = (few.group(count), many.group(length - count))
-        return Arrangement(kind="pair", groups=groups, cost=cost, saved_bytes=saved, held_bytes=saved)
-
-
-def cheapest(candidates: Iterable[Arrangement], below: float = math.inf) -> Arrangement | None:
-    """The cheapest of some arrangements, the simplest first; each later one must be cheaper by half a per cent.
-
-    A smaller gain is not worth more groups, nor another compilation if an arrangement of the cost `below` fits.
-    """
-    best: Arrangement | None = None
-    for candidate in candidates:
-        if candidate.cost < 0.995 * (below if best is None else best.cost):
-            best = candidate
-    return best
+        if found:
+            cost, count, few, many = min(found, key=lambda pair: pair[0])
+            saved = length * self.carry_bytes + count * few.saved_bytes + (length - count) * many.saved_bytes
+            # The derivative begins with the last layers, when everything is saved: they recompute less, and hold less.
+            groups = (few.group(count), many.group(length - count))
+            yield Arrangement(groups=groups, cost=cost, saved_bytes=saved, held_bytes=saved)

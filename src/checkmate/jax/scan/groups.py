@@ -180,7 +180,7 @@ def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: An
     trace = naming.trace(flat, arguments)
     carries = Arguments.of((carry,), {}).arrays
     loops = _Loops(naming, groups, trace, len(carries), exact=exact)
-    differentiable = jax.custom_vjp(loops.run)
+    differentiable = jax.custom_vjp(lambda *arrays: loops.forward(*arrays)[0])
     differentiable.defvjp(loops.forward, loops.backward)
     # Values that the body closes over may be tracers of an outer transformation, and become arguments.
     arrays = [*trace.constants.values(), *carries, *Arguments.of((xs,), {}).arrays]
@@ -193,31 +193,17 @@ class _Loops:
     def __init__(self, naming: Naming, groups: Sequence[LayerGroup], trace: Trace, carries: int, *, exact: bool) -> None:
         self.alone: Callable[[Callable[..., Any]], Callable[..., Any]] = each_alone if exact else lambda function: function
         self.constants, self.carries = len(trace.constants), carries
-        self.layer = naming.flat(trace, ())
         self.types: list[Any] = [trace.types[v] if isinstance(v, int) else v.aval for v in trace.results]
         self.groups: list[tuple[range, Pure]] = []
-        for group in groups:
-            start, layer = self.length, naming.flat(trace, group.names)
-            saving = layer if group.everything else jax.checkpoint(layer, policy=group.policy)
-            self.groups.append((range(start, start + group.layers), saving))
         self.residuals: dict[range, Residuals] = {}
-
-    @property
-    def length(self) -> int:
-        return self.groups[-1][0].stop if self.groups else 0
-
-    def run(self, *arrays: jax.Array) -> list[jax.Array]:
-        """The last carries, then results of all layers, stacked."""
-        constants, carry, stacks = self._split(arrays)
-
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = self.alone(self.layer)(*constants, *carry, *xs)
-            return results[: self.carries], results[self.carries :]
-
-        carry, ys = jax.lax.scan(body, carry, stacks, length=self.length)
-        return [*carry, *ys]
+        start = 0
+        for group in groups:
+            layer, layers = naming.flat(trace, group.names), range(start, start + group.layers)
+            self.groups.append((layers, layer if group.everything else jax.checkpoint(layer, policy=group.policy)))
+            start = layers.stop
 
     def forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+        """The last carries and results of all layers, stacked; and all that the derivative reads."""
         constants, carry, stacks = self._split(arrays)
         saved: list[Any] = []
         parts: list[Any] = []

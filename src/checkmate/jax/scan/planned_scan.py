@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +11,129 @@ from typing import Any
 import jax
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import OptionError
-from checkmate.core.units import Amount
-from checkmate.frontend.options import CostSource
-from checkmate.jax.arguments import is_array
+from checkmate.core.errors import GraphError, OptionError
+from checkmate.core.units import Amount, format_bytes
+from checkmate.frontend import progress
+from checkmate.frontend.calibration import Calibration, Proportional, Trial
+from checkmate.frontend.options import CostSource, parsed
+from checkmate.jax._compat import is_tracer
+from checkmate.jax.arguments import Arguments, FlatFunction, is_array
+from checkmate.jax.calibrate import temp_bytes
+from checkmate.jax.graph.trace import Pure, is_inexact, type_bytes, with_derivative
+from checkmate.jax.profiler import cost_source
+from checkmate.jax.scan.choices import Arrangement, Choices, Layers
 from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
-from checkmate.jax.scan.search import Loop, total_bytes
+
+_log = logging.getLogger("checkmate.jax")
 
 _MAXTEXT_NAMES = frozenset(
     {"context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mla_q"}
     | {"mla_kv", "moe_mlpwi", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj"}
 )
 """Values that MaxText's configuration can save, from ``configs/base.yml`` in 2026."""
+
+
+class Loop:
+    """A loop over layers and its derivative, from the shapes and types of its carry and of the slice for one layer.
+
+    Only layers that may differ can save different values or be nested; exact loops, whose equations stand alone, are not nested.
+    ``fixed_bytes`` are the bytes of arguments, tangents, results and gradients.
+    """
+
+    def __init__(
+        self,
+        block: Callable[..., Any],
+        given: tuple[Any, Any],
+        length: int,
+        *,
+        costs: CostSource | str,
+        names: str | Sequence[str] | None,
+        differ: bool,
+        exact: bool = False,
+    ) -> None:
+        if not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise OptionError(f"length={length!r} is not a number of iterations", hint="pass the number of layers as length")
+        one = Arguments.of(given, {})
+        if not callable(block):
+            raise OptionError(f"block={block!r} is not a function", hint="pass the body: block(carry, x) -> (carry, y)")
+        if any(is_tracer(array) for array in one.arrays):
+            raise GraphError(
+                "the body of a loop cannot be planned inside a transformation such as jax.jit or jax.grad",
+                hint="plan it outside, with jax.ShapeDtypeStruct, and use what is returned inside",
+            )
+        self._exact = exact
+        self.naming = Naming(block, own=names is not None)
+
+        def stacked(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct((length, *leaf.shape), leaf.dtype) if is_array(leaf) else leaf
+
+        self._arguments = Arguments.of((given[0], jax.tree.map(stacked, given[1])), {})
+        arrays = self._arguments.arrays
+        self._wanted = [i for i, array in enumerate(arrays) if is_inexact(array)]
+        results = jax.eval_shape(self._flat((LayerGroup(layers=length, names=()),)), *arrays)  # JAX refuses what is no body
+        tangents = [spec for spec in results if is_inexact(spec)]
+        self._specs = [*arrays, *tangents]
+        self.fixed_bytes = sum(map(type_bytes, (*self._specs, *results, *(arrays[i] for i in self._wanted))))
+        offered = None if names is None or names == "own" else tuple(names)
+        choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
+        carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
+        self.layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, differ=differ, nested=not exact)
+
+    def overhead(self, cost: float) -> float:
+        """Cost of the loop and its derivative, divided by the cost if everything is saved; `cost` is that of recomputations."""
+        return 1 + cost / (self.layers.length * self.layers.choices.total)
+
+    def temp_bytes(self, arrangement: Arrangement) -> int:
+        """Bytes of temporary values as XLA compiles the loop."""
+        flat, count = self._flat(arrangement.groups), len(self._arguments.arrays)
+        pair = with_derivative(flat, self._wanted)
+        with progress.shown("compiling a loop"):
+            return temp_bytes(lambda *arrays: pair(arrays[:count], arrays[count:]), self._specs)
+
+    def cheapest_within(self, budget_bytes: int) -> tuple[Arrangement, int]:
+        """The cheapest arrangement whose compiled bytes keep a budget, and its compiled bytes of temporary values.
+
+        XLA needs more than the held bytes, for the derivative of one layer.
+        """
+        policy = Proportional(resident_bytes=self.fixed_bytes, least_cost=1, least_saving=0.005)
+        trials = Calibration[Arrangement](budget_bytes, policy)
+        smallest = self.layers.smallest()  # XLA may need fewer bytes for them than foreseen
+        while (target := trials.next_target()) is not None:
+            tried = [trial.outcome for trial in trials.trials]
+            chosen = self.layers.cheapest(target - self.fixed_bytes) or next((a for a in smallest if a not in tried), None)
+            if chosen is None or chosen in tried:
+                break
+            trials.record(self._compiled(chosen, target))
+        for arrangement in smallest:
+            best = trials.best()
+            untried = all(trial.outcome != arrangement for trial in trials.trials)
+            if untried and (best is None or arrangement.cost < best.outcome.cost):
+                trials.record(self._compiled(arrangement, budget_bytes))
+        best = trials.best()
+        if best is None or best.needed_bytes is None:
+            raise trials.refusal()
+        return best.outcome, best.needed_bytes - self.fixed_bytes
+
+    def _compiled(self, arrangement: Arrangement, target_bytes: int) -> Trial[Arrangement]:
+        planned, needed = (self.fixed_bytes + size for size in (arrangement.held_bytes, self.temp_bytes(arrangement)))
+        cost = self.overhead(arrangement.cost)
+        _log.info("planned %s, compiled %s, overhead %.4f", format_bytes(planned), format_bytes(needed), cost)
+        figures = {"planned_bytes": planned, "needed_bytes": needed, "cost": cost, "overhead": cost}
+        return Trial(target_bytes=target_bytes, **figures, outcome=arrangement)
+
+    def _flat(self, groups: Sequence[LayerGroup]) -> Pure:
+        return FlatFunction(functools.partial(run_groups, self.naming, groups, exact=self._exact), self._arguments)
+
+
+def total_bytes(budget: Amount | Budget) -> int:
+    """The bytes of a budget for a loop; the budget must not be a share."""
+    total = parsed(budget)
+    if total is None or total.total_bytes is None:
+        raise OptionError(
+            f"budget={budget!r} is not an amount of memory, which the body of a loop needs",
+            hint="give the bytes of the whole loop and its derivative, such as budget='8GiB'",
+        )
+    return total.total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +200,8 @@ def policy(
 
     Raises:
         OptionError: An option cannot be used.
-        GraphError: The body is no body of a loop.
+        GraphError: The call is inside a transformation.
+        TypeError: The body is no body of a loop, as in `jax.lax.scan`.
         InfeasibleBudgetError: The loop exceeds the budget even if only the carry is saved.
 
     Examples:
@@ -201,7 +315,8 @@ def scan(
 
     Raises:
         OptionError: An option cannot be used.
-        GraphError: The body is no body of a loop.
+        GraphError: The call is inside a transformation.
+        TypeError: The body is no body of a loop, as in `jax.lax.scan`.
         InfeasibleBudgetError: The loop exceeds the budget even if it is nested and only carries are saved.
 
     Examples:

@@ -12,7 +12,7 @@ functions differ in the last bit, and for few numbers (``sigmoid``: one in thous
 A *witness* is a number for which they differ: if all operands of an op have that value, the result shows which function computed
 each element.
 
-Verdicts are kept in a SQLite file of the user's cache folder. They hold if the same kernels run: the key of a verdict has the
+Verdicts are stored for all processes of a user. They hold if the same kernels run: the key of a verdict has the
 settings that choose the kernels (`kernel_settings`), and a hash of the program's content.
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -29,9 +28,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.core.errors import shortened
 from checkmate.core.units import format_bytes
-from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.store import Store
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
@@ -56,11 +54,7 @@ _FILLED_AT_ONCE = 1 << 14
 Fill: TypeAlias = Callable[[torch.Tensor], None]
 """Fills a tensor with numbers."""
 
-_VERDICTS = Database(
-    lambda: cache_folder() / "chunked_bits.sqlite",
-    "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, same INTEGER NOT NULL)",
-    "bits of ops in pieces are compared again in every process",
-)
+_VERDICTS = Store("bits of pieces", bool, "bits of ops in pieces are compared again in every process")
 
 
 def keeps_bits(op: ChunkOp) -> bool:
@@ -76,8 +70,7 @@ def keeps_bits(op: ChunkOp) -> bool:
         if verdict is None:
             return False  # for now: a later budget may leave the memory
         _KNOWN[key] = verdict
-        row = key, int(verdict)
-        _VERDICTS.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", row), None)
+        _VERDICTS.add({key: verdict}, replace=True)
     return verdict
 
 
@@ -92,17 +85,8 @@ def verdict_key(program: str, device: torch.device) -> str:
 
 def known_verdict(key: str) -> bool | None:
     """The verdict on a program that was reached before, in this process or another one."""
-
-    def read(connection: sqlite3.Connection) -> object:
-        row = connection.execute("SELECT same FROM verdicts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else row[0]
-
     if key not in _KNOWN:
-        found = _VERDICTS.run(read, None)
-        if found not in (None, 0, 1):
-            _VERDICTS.disbelieve(f"a verdict of {shortened(repr(found))}")
-        elif found is not None:
-            _KNOWN[key] = bool(found)
+        _KNOWN.update(_VERDICTS.get([key]))
     return _KNOWN.get(key)
 
 

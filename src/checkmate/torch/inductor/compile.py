@@ -21,7 +21,7 @@ from torch import fx
 from checkmate.core.errors import OptionError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.plan_store import Misfits
+from checkmate.frontend.plan_store import misfits
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.symbolic import bound_by_hint, guards_against_upper_bounds, value_at_upper_bounds
@@ -42,8 +42,8 @@ _log = logging.getLogger("checkmate.torch")
 
 def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> CompiledGraph | None:
     """Compile a graph of Dynamo by Inductor; None if no compilation keeps the budget, a fact stored for later processes."""
-    trials, misfits = _Trials(gm, example_inputs, compilation), Misfits()
-    least = None if trials.key is None else misfits.get(trials.key)
+    trials = _Trials(gm, example_inputs, compilation)
+    least = None if trials.key is None else misfits().get([trials.key]).get(trials.key)
     if least is not None:
         compilation.least_fused_bytes = least
         _log.warning(
@@ -60,7 +60,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     if chosen is None:
         _give_up(compilation, search)
         if trials.key is not None and compilation.least_fused_bytes is not None:
-            misfits.add(trials.key, compilation.least_fused_bytes)
+            misfits().add({trials.key: compilation.least_fused_bytes})
         return None
     best = trials.compiled[chosen]
     best.kernels.build()

@@ -14,9 +14,8 @@ from torch import fx
 
 from checkmate.core.errors import GraphError
 from checkmate.core.units import format_bytes
-from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.cost.store import CostStore, MeasuredCosts, OpCost, quantise
 from checkmate.frontend import progress
-from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload, dispatches_in_python, no_dispatch, no_modes
 from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers

@@ -1,21 +1,28 @@
-"""`fit_within`: plans the steps that `model.fit` runs; everything else in `fit` is Keras's own."""
+"""Keras: `model.fit` within a memory budget. `fit_within` plans the steps that `fit` runs; the rest of `fit` is Keras's own."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import keras
-
 from checkmate.core.budget import Budget
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import MissingExtraError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 
+if find_spec("keras") is None:
+    raise MissingExtraError("checkmate.keras needs Keras 3, which is not installed", hint='pip install "checkmate-remat[tf2]"')
+
+import keras
+
 if TYPE_CHECKING:
-    from checkmate.keras.tensorflow_steps import PlannedTrainFunction
+    from checkmate.tf2.planned_steps import PlannedTrainFunction
+
+
+__all__ = ["PlannedFit", "capture", "fit_within"]
 
 
 class PlannedFit:
@@ -66,7 +73,7 @@ class PlannedFit:
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls this before it trains. `model.compile` resets ``train_function``; new steps are then planned."""
-        from checkmate.keras.tensorflow_steps import PlannedTrainFunction  # imports the framework
+        from checkmate.tf2.planned_steps import PlannedTrainFunction  # imports the framework
 
         _check(self.model)
         if self.model.train_function is None or force:
@@ -74,7 +81,7 @@ class PlannedFit:
         return self.model.train_function
 
 
-@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S, solver=None, plan=None)
+@takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
 def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[CommonOptions]) -> PlannedFit:
     """Let `model.fit` keep a memory budget: call it after `model.compile`, and train as before.
 
@@ -135,7 +142,7 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         ['backward', 'forward', 'loss', 'optimizer']
     """
     _check(model)
-    from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
+    from checkmate.tf2.planned_steps import capture_step  # imports the framework
 
     return capture_step(model, batch, costs)
 
@@ -151,7 +158,7 @@ def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
     planned = torch.compile(call, backend="checkmate", options={{"budget": {budget!r}}})
     model.call = lambda *args, **kwargs: (planned if torch.is_grad_enabled() else call)(*args, **kwargs)"""
         raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow only", hint=hint)
-    from checkmate.tf2.models import check_environment  # imports the framework
+    from checkmate.tf2.trace import check_environment  # imports the framework
 
     check_environment(model)
     if not model.compiled or model.optimizer is None:

@@ -1,0 +1,257 @@
+"""Measured time and workspace of ops on the user's device. Each distinct op is measured once; a store keeps the result.
+
+A loop, as in `LSTM`, is one op of the graph. Allocations of its body, and the tensor lists that it fills for the backward
+pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. Therefore loops,
+branches, nested functions and tensor lists are measured in one run of the step, which computes everything once, in the order of
+the graph; each allocation has the name of the op that requested it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from checkmate.core.errors import OptionError
+from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
+from checkmate.frontend import progress
+from checkmate.frontend.options import CostSource
+from checkmate.frontend.planner import keep_everything
+from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
+from checkmate.tf2.apply_plan import IMPORTED, build_function
+from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
+from checkmate.tf2.peak import default_device, has_memory_stats, restored
+from checkmate.tf2.trace import Trace
+
+_log = logging.getLogger("checkmate.tf2")
+
+
+def measured_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
+    """Costs of ops of a traced step, measured or read from the user's cost cache; ops of the same signature are measured once."""
+    here = environment()
+    return MeasuredCosts[tf.Operation](
+        signature=lambda op: signature(op, here), measure=lambda ops, known: _measure_all(ops), estimate=_estimate
+    )(ops)
+
+
+def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
+    """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
+    return [_estimate(op) for op in ops]
+
+
+def capture_with_costs(
+    trace: Callable[[], Trace], costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None
+) -> Capture:
+    """A captured step with measured costs, also of ops whose inside is not in the graph, or with estimated costs."""
+    if costs not in get_args(CostSource):
+        raise OptionError(
+            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
+            hint="pass costs='measured', or costs='estimated' to run nothing",
+        )
+    if costs == "estimated":
+        return capture_trace(trace(), estimated_costs, name)
+    return _with_opaque_measured(capture_trace(trace(), measured_costs, name), batch)
+
+
+def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
+    """Measured costs by signature, without the ops that cannot be run alone."""
+    each = progress.counted(ops.items(), "measuring costs")
+    return {key: cost for key, op in each if (cost := _measure(op)) is not None}
+
+
+def _estimate(op: tf.Operation) -> OpCost:
+    return OpCost(estimate_ns(op), 0)
+
+
+def signature(op: tf.Operation, environment: str) -> str | None:
+    """Key of an op's cost in the store: everything that its cost depends on. None if the op cannot be run alone."""
+    if op.op_def.is_stateful or op.type in OPAQUE:
+        return None
+    if any(t.dtype in (tf.resource, tf.variant) or not t.shape.is_fully_defined() for t in op.inputs):
+        return None
+    inputs = [f"{t.dtype.name}{t.shape.as_list()}{_digest(_static_value(t))}" for t in op.inputs]
+    ignored = ("_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids")  # they do not affect the cost
+    given = [(k, v) for k, v in op.node_def.attr.items() if k not in ignored]
+    attributes = sorted(f"{k}={v.SerializeToString(deterministic=True).hex()}" for k, v in given)
+    return " ".join([op.type, *inputs, *attributes, environment])
+
+
+def environment() -> str:
+    """Device, versions and settings that determine which kernel runs and how fast."""
+    device = default_device()
+    model = ""
+    if device.startswith("GPU"):
+        found = tf.config.list_physical_devices("GPU")[0]
+        model = tf.config.experimental.get_device_details(found).get("device_name", "")
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    # TensorFlow chooses kernels by variables such as `TF_ENABLE_ONEDNN_OPTS`.
+    variables = library_variables("TF_ENABLE_", "TF_CUDNN_", "TF_DETERMINISTIC_", "TF_XLA_FLAGS", "XLA_FLAGS")
+    settings = tf.config.experimental.tensor_float_32_execution_enabled(), variables
+    counted = has_memory_stats(device)
+    return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
+
+
+def _digest(value: Any) -> str:
+    """Digest of a static value, which can determine an op's cost (axes, shapes); empty without a value."""
+    if value is None:
+        return ""
+    array = np.ascontiguousarray(value)
+    return "=" + hashlib.sha256(array.tobytes()).hexdigest()[:12]
+
+
+def _measure(op: tf.Operation) -> OpCost | None:
+    try:
+        # Indices, axes and shapes must be valid for an op to run, and have their values. Other inputs are synthetic.
+        values = [_static_value(t) for t in op.inputs]
+        inputs = [_random(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+        run = functools.partial(run_op, op, inputs)
+        run()
+        return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
+    except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        _log.info("%s (%s) could not be measured; its time is estimated, its workspace taken as 0: %s", op.name, op.type, reason)
+        return None
+
+
+def _static_value(tensor: tf.Tensor) -> Any:
+    """Value of a tensor that is known before the step, or None."""
+    op = tensor.op
+    known = static_shape_values(op)
+    if known is not None:
+        return known[tensor.value_index]
+    value = tf.get_static_value(tensor)
+    if value is not None or not op.inputs or op.op_def.is_stateful or not makes_constant(op):
+        return value
+    values = [_static_value(t) for t in op.inputs]
+    if any(v is None for v in values):
+        return None
+    inputs = [tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+    return run_op(op, inputs)[tensor.value_index].numpy()
+
+
+def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors of the shapes and types of some placeholders: uniform random floats, or zeros."""
+    return [_random(tensor) for tensor in arguments]
+
+
+def _random(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
+        return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
+    return tf.zeros(tensor.shape, tensor.dtype)
+
+
+def _time_ns(run: Callable[[], Any]) -> float:
+    """The fastest of five runs, or of fewer that took 40 ms together: everything else on a machine only adds time."""
+    took: list[int] = []
+    while len(took) < 5 and sum(took) < 40_000_000:
+        began = time.perf_counter_ns()
+        result = run()
+        if default_device().startswith("GPU"):  # which runs asynchronously
+            for tensor in tf.nest.flatten(result):
+                tensor.numpy()
+        took.append(time.perf_counter_ns() - began)
+    return min(took)
+
+
+def _workspace_bytes(run: Callable[[], Any]) -> int:
+    """Peak of the bytes that an op requests, above its outputs; 0 if TensorFlow reports no memory statistics."""
+    if not has_memory_stats(default_device()):
+        return 0
+    held = [0, *itertools.accumulate(event.requested_bytes for event in trace_events(run))]
+    return max(held) - held[-1]
+
+
+def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -> Capture:
+    """The same step with measured costs, workspaces and outputs of the ops whose inside is not in the graph.
+
+    The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored
+    afterwards, unless an earlier process has measured the same graph.
+    """
+    opaque = [o for o, op in enumerate(capture.members) if op.type in OPAQUE or any(t.dtype == tf.variant for t in op.outputs)]
+    if not opaque or not has_memory_stats(default_device()):
+        return capture
+    store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
+    keys = {o: f"{o} of {capture.graph.digest} {environment()}" for o in opaque}
+    known = store.get(keys.values())
+    if len(known) < len(keys):
+        try:
+            measured = _measure_opaque(capture, opaque, synthetic_batch(capture.trace.arguments) if batch is None else batch)
+        except tf.errors.ResourceExhaustedError:
+            _log.warning("loops and nested functions could not be measured: a step that keeps everything does not fit")
+            return capture
+        store.add({keys[o]: cost for o, cost in measured.items()})
+        known = {keys[o]: cost for o, cost in measured.items()} | store.get(keys.values())
+    ops, values = list(capture.graph.ops), list(capture.graph.values)
+    for o, key in keys.items():
+        cost, workspace_bytes, retained = known[key]
+        ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
+        member = capture.members[o]
+        lists = [v for v, tensor in zip(ops[o].outputs, member.outputs, strict=True) if tensor.dtype == tf.variant]
+        share, rest = divmod(max(0, retained - output_bytes(member)), len(lists) or 1)
+        for i, v in enumerate(lists):  # the backward loop reads them together
+            values[v] = msgspec.structs.replace(values[v], size_bytes=share + (rest if i == 0 else 0))
+    return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=tuple(ops), values=tuple(values)))
+
+
+class _OpaqueCost(NamedTuple):
+    """Cost, workspace, and the bytes that an op leaves allocated."""
+
+    cost_ns: int
+    workspace_bytes: int
+    retained_bytes: int
+
+
+def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]) -> dict[int, _OpaqueCost]:
+    """Cost of each op, and the bytes that it leaves allocated: run the step once to create its kernels and once to trace it."""
+    function = build_function(capture, keep_everything(capture.graph).plan)
+    with progress.shown("measuring loops and nested functions"), restored(capture.trace.variables), grappler_off():
+        function(*batch)
+        events = trace_events(lambda: function(*batch))
+    owners = _owners(capture, opaque, events)
+    blocks: dict[int, tuple[int | None, int]] = {}  # address -> op that allocated it, and bytes
+    changes: list[int] = []  # of the allocated bytes, by each event
+    last = {owner: position for position, owner in enumerate(owners)}
+    retained: dict[int, int] = {}
+    for position, (event, owner) in enumerate(zip(events, owners, strict=True)):
+        address = int(event.stats.get("addr") or 0)
+        if event.name == "MemoryAllocation":
+            blocks[address] = owner, event.requested_bytes
+            changes.append(event.requested_bytes)
+        else:
+            changes.append(-blocks.pop(address, (None, 0))[1] if event.name == "MemoryDeallocation" else 0)
+        if owner is not None and last[owner] == position:
+            retained[owner] = sum(size for allocator, size in blocks.values() if allocator == owner)
+    held = [0, *itertools.accumulate(changes)]  # allocated bytes before each event, and at the end
+    found = {o: _OpaqueCost(1, 0, 0) for o in opaque}  # an op without nodes has no events
+    for owner, kept in retained.items():
+        first, end = owners.index(owner), last[owner] + 1
+        # A backward loop frees the lists that it reads while it runs; the plan counts these until its end.
+        peak = max(kept, max(held[first + 1 : end + 1]) - held[first])
+        took = max(event.end_ns for event in events[first:end]) - events[first].begin_ns
+        found[owner] = _OpaqueCost(quantise(took), peak - kept, kept)
+    return found
+
+
+def _owners(capture: Capture, opaque: Sequence[int], events: Sequence[TraceEvent]) -> list[int | None]:
+    """The op to which each event belongs, or None, by its name: the op's or a name of a node in the op's function."""
+    # All names of the trace: an op in the scope of a loop, like its counter, need not be in the loop.
+    named: dict[str, int | None] = {f"{IMPORTED}/{op.name}": None for op in capture.trace.ops}
+    named.update({f"{IMPORTED}/{capture.members[o].name}": o for o in opaque})
+    found: list[int | None] = []
+    for event in events:
+        name = str(event.stats.get("tf_op") or "") if event.name.startswith("Memory") else event.name.rpartition(":")[0]
+        while name and name not in named:
+            # TensorFlow names a node of a body "loop/body/_1/node" and a node of a call "call/node".
+            name = name.rpartition("/")[0]
+        found.append(named.get(name))
+    return found
