@@ -13,7 +13,6 @@ from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import StepRecorder, gradient_parts
-from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
 Allotments = Mapping[str, StepAllotment]
@@ -169,33 +168,15 @@ class KnownStep:
         free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
         return free + self.first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
 
-    def facts(self, room: StepRoom, allotments: Allotments) -> StepFacts:
-        """The facts that decide how the step runs."""
-        runs, first, earlier = self.recorder.runs, self.first, room.earlier
-        compiled = [run.planned for run in runs if not run.planned.replaceable]
-        vary = any(planned.dynamic for planned in compiled)
-        is_own_plan = (
+    def runs_own_plan(self, room: StepRoom) -> bool:
+        """Whether its only graph was planned for a step like this one: with these gradients, and as a whole step."""
+        runs, first = self.recorder.runs, self.first
+        return (
             len(runs) == 1
-            and (first.alone or vary)
+            and (first.alone or (not first.replaceable and first.dynamic))
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
             and {k for k in first.own.accumulated if (0, k) in room.gradients.existing} == room.gradients.accumulated[0]
-        )
-        keeps_budget = can_shrink = False
-        if is_own_plan:
-            most, memory = self.most_bytes(allotments), first.own.memory
-            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
-            less, allotted = most - max(earlier), allotments.get(first.key) if allotments else None
-            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            can_shrink = smaller and bool(compiled) and not vary and first.ranks is None
-        return StepFacts(
-            num_graphs=len(runs),
-            plan_given=any(run.planned.options.plan is not None for run in runs),
-            keeps_budget=keeps_budget,
-            can_shrink=can_shrink,
-            fixed_sizes_vary=vary,
-            compiled_for_plan=bool(compiled and allotments) and all(planned.key in allotments for planned in compiled),
-            from_cache=any(run.planned.joint is None for run in runs),
         )
 
     def most_bytes(self, allotments: Allotments) -> int:
