@@ -108,7 +108,6 @@ class Executable:
             device=account.device,
             ranks=request.ranks,
             recompile=self._recompile,
-            searched_s=request.planner.searched_s,
             replaceable=replaceable,
             num_symbols=num_symbols,
             chunks=request.chunks,

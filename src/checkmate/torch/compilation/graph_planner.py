@@ -35,7 +35,6 @@ class GraphPlanner:
     options: PlanningOptions  # with the memory that counts against the budget on the device
     host: Amount | None = None  # the option of that name
     device: Any = None  # its copies to the host are measured; None unless the graph is a whole step on one device
-    searched_s: float = 0.0  # of the newest search for a plan of nearly the smallest peak
 
     @property
     def keeps_everything(self) -> bool:
@@ -78,8 +77,9 @@ class GraphPlanner:
         total = budget.total_bytes
         if total is not None and floor(part := part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part, budget)
-        smallest = near_smallest(_in_forward(graph, early), self._time_s(), total)
-        self.searched_s = smallest.elapsed_s
+        # This plan runs once or twice, and the number of graphs of the step is not known.
+        limit_s = self.options.time_limit_s
+        smallest = near_smallest(_in_forward(graph, early), 1.0 if limit_s is None else min(1.0, limit_s / 8), total)
         return result_of_order(graph, smallest.plan.order)
 
     def plan_within(self, graph: Graph, budget: Budget, budget_bytes: int, time_s: float | None) -> Result:
@@ -92,17 +92,6 @@ class GraphPlanner:
             if counted_bytes(graph, least, self.options.counted) > budget_bytes:
                 raise
             return msgspec.structs.replace(least, budget_bytes=budget_bytes)
-
-    def _time_s(self) -> float:
-        """Seconds of a search for the plan of a graph of an unknown step: this plan runs once or twice.
-
-        The searches for all graphs of a step together have half of the time limit, and the next search has a quarter of the rest
-        of that half, since the number of graphs is not known.
-        """
-        limit_s = self.options.time_limit_s
-        if limit_s is None:
-            return 1.0
-        return min(1.0, max(0.005 * limit_s, (limit_s / 2 - coordinator().searched_s()) / 4))
 
     def _plan_with_host(self, graph: Graph) -> Result:
         """A plan with copies to the host, in whole steps only."""

@@ -111,10 +111,6 @@ class Coordinator:
         same = bool(forwards) and forwards[0].planned.budget == budget
         return self.result.budget_bytes if same and self.result is not None else None
 
-    def searched_s(self) -> float:
-        """Seconds of the searches for the graphs of the present step."""
-        return self._recorder.searched_s if self.in_flight else 0.0
-
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with _LOCK:

@@ -268,11 +268,6 @@ class StepRecorder:
         return 0 < len(self.runs) == len(backwards) == len({*backwards}) and all(run.gradients for run in self.runs)
 
     @property
-    def searched_s(self) -> float:
-        """Seconds of the searches for the graphs' own plans, if those were made for a step of several graphs."""
-        return sum({id(run.planned): run.planned.searched_s for run in self.runs}.values())
-
-    @property
     def sequence(self) -> StepSequence:
         """Identity of the step."""
         return tuple((id(self.runs[r].planned), r, undefined) for r, undefined in self.order)

@@ -125,7 +125,7 @@ class _StepPlanner:
                 self._measure()
 
     def plan(self, whole_ops: bool, final: bool) -> StepPlan:
-        first, spent_s = self._first, self._recorder.searched_s
+        first = self._first
         self._measure_in_room()
         while True:
             as_it_is = self._captured(self._joints)
@@ -133,8 +133,8 @@ class _StepPlanner:
             room_bytes = self._measurable_bytes(as_it_is)
             try:
                 with within_room(room_bytes):
-                    pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
-                    step, result = pieces or _agreed(first, as_it_is, spent_s)
+                    pieces = None if whole_ops else _in_pieces(first, chunkable)
+                    step, result = pieces or _agreed(first, as_it_is)
                 break
             except InfeasibleBudgetError as error:
                 if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
@@ -168,12 +168,12 @@ class _StepPlanner:
         return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
 
 
-def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_CapturedStep, Result]:
+def _agreed(first: PlannedGraph, step: _CapturedStep) -> tuple[_CapturedStep, Result]:
     """The plan of a step. If several ranks plan together, rank 0 makes it for all of them."""
 
     def plan(graph: Graph) -> Result:
         now = replace(step, graph=graph)
-        return _of_larger(first.options, now) or _plan(first.options, now, spent_s)
+        return _of_larger(first.options, now) or _plan(first.options, now)
 
     if first.ranks is None:
         return step, plan(step.graph)
@@ -181,7 +181,7 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
     return replace(step, graph=graph), result
 
 
-def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s: float) -> tuple[_CapturedStep, Result] | None:
+def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep]) -> tuple[_CapturedStep, Result] | None:
     """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain."""
     if first.chunks is None:
         return None
@@ -190,18 +190,11 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
         return step.whole, known
     budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
     options = replace(first.options, budget=first.budget.with_total(budget_bytes, step.whole.graph))
-    # Whatever the searches for its graphs took, a twentieth of the limit is left for the step.
-    left = max(0.05, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
-        if time_s is None:
-            return _plan(options, variant)
-        # Plans are stored with the limit, not with the rest of it, which depends on the searches of this process.
-        limit_s = time_s / left
-        return _plan(replace(options, time_limit_s=limit_s), variant, limit_s - time_s)
+        return _plan(replace(options, time_limit_s=time_s), variant)
 
-    left_s = None if options.time_limit_s is None else left * options.time_limit_s
-    return choose_chunks(step, first.chunks, budget_bytes, left_s, solve)
+    return choose_chunks(step, first.chunks, budget_bytes, options.time_limit_s, solve)
 
 
 def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
@@ -211,33 +204,29 @@ def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
     return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
 
 
-def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -> Result:
+def _plan(options: PlanningOptions, step: _CapturedStep) -> Result:
     """A plan in which every computation runs in a segment of the graph that it belongs to."""
-    graph, stitched = step.graph, step.stitched
+    graph = step.graph
     assert options.budget is not None
-    limit = target = resolved_budget(options.budget, graph, options.counted)
-    for _ in range(3):  # in the steps that were tried only views were moved, and the first plan was enough
-        now = replace(options, budget=options.budget.with_total(target))
-        result = planner_for(now, spent_s)(graph)
-        spent_s += result.elapsed_s
-        moved = result_of_order(graph, stitched.within_segments(result.plan.order))
-        taken = counted_bytes(graph, moved, options.counted)
-        if taken <= limit:
-            return msgspec.structs.replace(
-                result,
-                plan=moved.plan,
-                cost=moved.cost,
-                overhead=moved.overhead,
-                peak_bytes=moved.peak_bytes,
-                budget_bytes=limit,
-                gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
-            )
-        _log.info("computations moved to the segments of their graphs take %s too much", format_bytes(taken - limit))
-        target -= taken - limit
-    raise PlanNotFoundError(
-        f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
-        hint=f"raise the budget to at least {format_at_least(limit + (limit - target))}, or find the graph breaks with "
-        "torch.compile(..., fullgraph=True)",
+    limit = resolved_budget(options.budget, graph, options.counted)
+    result = planner_for(replace(options, budget=options.budget.with_total(limit)))(graph)
+    # In the steps that were tried only views were moved.
+    moved = result_of_order(graph, step.stitched.within_segments(result.plan.order))
+    taken = counted_bytes(graph, moved, options.counted)
+    if taken > limit:
+        raise PlanNotFoundError(
+            f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
+            hint=f"raise the budget to at least {format_at_least(taken)}, or find the graph breaks with "
+            "torch.compile(..., fullgraph=True)",
+        )
+    return msgspec.structs.replace(
+        result,
+        plan=moved.plan,
+        cost=moved.cost,
+        overhead=moved.overhead,
+        peak_bytes=moved.peak_bytes,
+        budget_bytes=limit,
+        gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
     )
 
 
