@@ -13,7 +13,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
+from checkmate.torch.measure.device_memory import DeviceMemory
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import PendingBackward, StepRecorder
 
@@ -50,7 +50,6 @@ class Announcements:
         self._limit: _Limit | None = None  # of a step whose eager code is seen for the first time
         self._besides_eager_bytes = 0  # bytes without eager code, after the newest segment
         self._hooked: set[int] = set()  # graphs that ran under `saved_tensors_hooks`
-        self._outside_bytes: int | None = None  # bytes outside of a step of which no graph has run
 
     @property
     def most_bytes(self) -> int:
@@ -59,7 +58,7 @@ class Announcements:
 
     def begin_step(self) -> None:
         """Forget the step before."""
-        self._limit = self._outside_bytes = None
+        self._limit = None
         self._first_graph = 0
 
     def before_forward(
@@ -96,21 +95,6 @@ class Announcements:
             needed = self._besides_eager_bytes + eager_bytes + size_bytes
             # The tensors that eager code has made have gradients as large, which are still to come.
             self._say(self._limit, now.first, needed, needed + eager_bytes, 2 * eager_bytes)
-
-    def before_any_graph(self, budget: Budget, device: torch.device, eager_bytes: int) -> None:
-        """Warn if eager code exceeds the budget before any graph of the step has run: Dynamo may have made none."""
-        if budget.total_bytes is None:
-            return
-        if self._outside_bytes is None:
-            self._outside_bytes = device_memory(device).total_bytes - eager_bytes
-        needed, key = self._outside_bytes + eager_bytes, (0, 0, True)
-        if needed > max(budget.total_bytes, self._said.get(key, 0)):
-            self._said[key] = needed + eager_bytes  # gradients of these tensors are as large
-            _log.warning(
-                "a first step may take up to %s, more than its budget of %s: no graph of it has run yet",
-                format_bytes(self._said[key]),
-                budget,
-            )
 
     def before_backward(self, pending: PendingBackward, tangents: Iterable[object], now: StepNow) -> None:
         """Warn before a backward: the bytes of eager code and of the graphs after its own are known now."""
