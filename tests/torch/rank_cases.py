@@ -32,7 +32,7 @@ import checkmate.torch
 from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch import backend
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.distributed.consensus import RankError, job_ranks
 from checkmate.torch.partition import split as partition
 from checkmate.torch.steps.coordinator import coordinator

@@ -25,7 +25,7 @@ from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabl
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, RefusedCalls, counted
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options

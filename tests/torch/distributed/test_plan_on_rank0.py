@@ -8,8 +8,7 @@ import msgspec
 
 from checkmate import Graph, Op, Result, Value
 from checkmate.frontend.planner import keep_everything
-from checkmate.torch.distributed.consensus import RankError, Ranks
-from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.distributed.consensus import RankError, Ranks, plan_on_rank0
 from tests.torch.distributed.jobs import at_once
 
 

@@ -188,7 +188,7 @@ class KnownSteps:
                 continue  # this room frees no more than its excess, and more is proven to be lacking
             try:
                 with beyond_room(at == last):
-                    plans[at] = self._planned(step, rooms[at], final=at == last)
+                    plans[at] = self._planned(step, rooms[at])
             except (InfeasibleBudgetError, PlanNotFoundError) as error:
                 if at == last:
                     raise
@@ -274,14 +274,14 @@ class KnownSteps:
             self._warned.add(id(step))
             _log.warning(message, *args)
 
-    def _planned(self, step: KnownStep, room: StepRoom, *, final: bool = True) -> KnownPlan:
+    def _planned(self, step: KnownStep, room: StepRoom) -> KnownPlan:
         """One plan for the graphs of a step, or none: they run as they were compiled, or are compiled again at the next call."""
         graphs = [run.planned for run in step.recorder.runs]
         cached = [planned for planned in graphs if planned.joint is None]
         if self._stays_as_compiled(step, room):
             return KnownPlan(None, room.earlier)
         if not cached:
-            return self._planned_as_one(step, room, final)
+            return self._planned_as_one(step, room)
         _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
         self._traces_again = True
         for planned in cached:  # nothing can be planned without a trace
@@ -326,8 +326,8 @@ class KnownSteps:
             )
         return dynamic
 
-    def _planned_as_one(self, step: KnownStep, room: StepRoom, final: bool) -> KnownPlan:
-        plan = plan_step(step.recorder, room, whole_ops=step.compiled_again, final=final)
+    def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
+        plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)
         only_graph = len(step.recorder.runs) == 1
         _log.info(
             "the step runs %d graphs: planned as one, peak %s", len(step.recorder.runs), format_bytes(plan.result.peak_bytes)

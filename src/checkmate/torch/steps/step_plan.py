@@ -17,8 +17,8 @@ from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.studies.larger_step import plan_of_larger, remember
-from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
-from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks
+from checkmate.torch.distributed.consensus import plan_on_rank0
 from checkmate.torch.joint.capture import CapturedGraph, captured_graph
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.profiler import announce_measurements
@@ -77,13 +77,9 @@ class _CapturedStep:
     graph: Graph  # the same with the figures that ranks agreed on
 
 
-def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False, final: bool = True) -> StepPlan:
-    """Plan a step that was recorded.
-
-    With ``whole_ops`` nothing runs piece by piece. ``final`` is whether the user reads its refusal: the message then says how
-    much it would help to run ops piece by piece.
-    """
-    return _StepPlanner(recorder, room).plan(whole_ops, final)
+def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False) -> StepPlan:
+    """Plan a step that was recorded. With ``whole_ops`` nothing runs piece by piece."""
+    return _StepPlanner(recorder, room).plan(whole_ops)
 
 
 class _StepPlanner:
@@ -124,7 +120,7 @@ class _StepPlanner:
             with within_room(room := more):  # a share counts workspace too
                 self._measure()
 
-    def plan(self, whole_ops: bool, final: bool) -> StepPlan:
+    def plan(self, whole_ops: bool) -> StepPlan:
         first = self._first
         self._measure_in_room()
         while True:
@@ -136,13 +132,10 @@ class _StepPlanner:
                     pieces = None if whole_ops else _in_pieces(first, chunkable)
                     step, result = pieces or _agreed(first, as_it_is)
                 break
-            except InfeasibleBudgetError as error:
+            except InfeasibleBudgetError:
                 if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
                     self._measure()
                     continue
-                if final and error.binding_op and first.offered is not None:
-                    with within_room(room_bytes):
-                        raise with_offer(error, chunkable, first.offered) from None
                 raise
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
