@@ -42,9 +42,9 @@ class KnownStep:
     plans: dict[Gradients, KnownPlan] = field(default_factory=dict)  # by the gradients that exist before the step
     look: LookDue = field(default_factory=LookDue)  # whether the tensors of the process have to be looked up when the step begins
     outside_bytes: int = 0  # tensors that belong to no step that was seen, and the state that optimizers will make
-    # Run and input of gradients that existed before a step of this kind and were set to None before its backward.
-    cleared: set[tuple[int, int]] = field(default_factory=set)
-    kept: set[tuple[int, int]] = field(default_factory=set)  # gradients that were not set to None in some step
+    # Leaves, by identity, whose gradients existed before a step of this kind and were set to None before its backward.
+    cleared: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)  # leaves whose gradients were not set to None in some step
     compiled_again: bool = False  # whether Dynamo compiled one of its graphs again, into an equal one
 
     def note_compiled_again(self) -> None:
@@ -53,43 +53,29 @@ class KnownStep:
         self.plans = {of: known for of, known in self.plans.items() if known.plan is None or not known.plan.in_pieces}
 
     def gradients(
-        self,
-        sources: GradientSources,
-        existing: Set[tuple[int, int]] | None = None,
-        *,
-        cleared: Set[tuple[int, int]] | None = None,
+        self, sources: GradientSources, existing: Set[int] | None = None, *, cleared: Set[int] | None = None
     ) -> Gradients:
         """The gradients before the step."""
-        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
+        runs = self.recorder.runs
+        leaves = [[(k, t) for k, leaf in run.leaves if (t := leaf()) is not None] for run in runs]
         if existing is None:
-            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
-        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
+            existing = {id(t) for each in leaves for _, t in each if t.grad is not None}
+        replaceable = all(run.planned.replaceable for run in runs)
         cleared = existing & (self.cleared if cleared is None else cleared) - self.kept if replaceable else frozenset()
         existing = existing - cleared
-        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and sources.accumulates(t)}
-        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
-        return Gradients(frozenset(existing), of_run, frozenset(cleared))
+        added = (frozenset(k for k, t in each if replaceable and id(t) in existing and sources.accumulates(t)) for each in leaves)
+        return Gradients(frozenset(existing), tuple(added), frozenset(cleared))
 
     def note_cleared(self, recorder: StepRecorder) -> int:
-        """Note which gradients a step of this kind set to None before its backward."""
+        """Note which gradients a step of this kind set to None before its backward; the bytes that were expected to be."""
         existing, cleared = recorder.existing, recorder.cleared
         if existing <= self.kept | (self.cleared & cleared):
             return 0  # as known, in nearly every step
-        places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which may be an input of several runs
-        sizes: dict[tuple[int, int], int] = {}
-        for r, run in enumerate(recorder.runs):
-            for k, leaf in run.leaves:
-                if (t := leaf()) is not None:
-                    places.setdefault(id(t), set()).add((r, k))
-                    sizes[r, k] = storage_bytes(t)
-        expected = {place for gradients in self.plans for place in gradients.cleared}
-        missed_bytes = 0
-        for of in places.values():
-            if of & cleared:
-                self.cleared |= of
-            elif of & existing:
-                self.kept |= of
-                missed_bytes += max((sizes[place] for place in of & expected), default=0)
+        self.cleared |= cleared
+        self.kept |= existing - cleared
+        expected = frozenset[int]().union(*(gradients.cleared for gradients in self.plans))
+        missed = {id(t): t for run in recorder.runs for _, leaf in run.leaves if (t := leaf()) is not None}
+        missed_bytes = sum(storage_bytes(t) for key, t in missed.items() if key in expected & existing - cleared)
         if missed_bytes:
             self.plans.clear()
         return missed_bytes
@@ -97,14 +83,13 @@ class KnownStep:
     def cleared_storages(self, gradients: Gradients) -> dict[int, tuple[int, int]]:
         """Bytes and last interval of each gradient that exists now and that the step clears, by the key of its storage."""
         record, found = self.recorder, dict[int, tuple[int, int]]()
-        cleared = {r for r, _ in gradients.cleared}
-        places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
+        places = [(run, [leaf for _, leaf in run.leaves if id(leaf()) in gradients.cleared]) for run in record.runs]
         if not record.keeps_eager_gradients:  # the new gradients of the record take their place
             own = {id(t) for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None}
             eager = [leaf for key, leaf in record.eager_leaves.items() if key not in own]
-            places.append((next((record.runs.index(run) for run, backward in record.segments if backward), 0), eager))
-        for r, leaves in places:
-            begins = record.segments.index((record.runs[r], True)) if leaves else 0
+            places.append((next((run for run, backward in record.segments if backward), record.runs[0]), eager))
+        for run, leaves in places:
+            begins = record.segments.index((run, True)) if leaves else 0
             for part in gradient_parts(leaves):
                 _, last = found.get(storage_key(part), (0, begins))
                 found[storage_key(part)] = storage_bytes(part), min(last, begins)
@@ -176,7 +161,8 @@ class KnownStep:
             and (first.alone or (not first.replaceable and first.dynamic))
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
-            and {k for k in first.own.accumulated if (0, k) in room.gradients.existing} == room.gradients.accumulated[0]
+            and {k for _, k in self.recorder.places(room.gradients.existing)} & first.own.accumulated
+            == room.gradients.accumulated[0]
         )
 
     def most_bytes(self, allotments: Allotments) -> int:

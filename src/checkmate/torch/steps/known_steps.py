@@ -179,49 +179,26 @@ class KnownSteps:
         return step.plans[gradients].plan
 
     def _first_plan(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> KnownPlan:
-        """A plan next to the tensors that earlier steps left; if there is none, a plan for which these are freed in time."""
-        rooms = self._rooms(step, gradients, storages, earlier)
-        lacking, last, plans = 0, len(rooms) - 1, dict[int, KnownPlan]()
-        # The last room frees the most: if no plan is found for it, the rooms between are not tried.
-        for at in dict.fromkeys((0, last, *range(last))):
-            if lacking > rooms[at].excess_bytes and at < last:
-                continue  # this room frees no more than its excess, and more is proven to be lacking
-            try:
-                with beyond_room(at == last):
-                    plans[at] = self._planned(step, rooms[at])
-            except (InfeasibleBudgetError, PlanNotFoundError) as error:
-                if at == last:
-                    raise
-                if isinstance(error, InfeasibleBudgetError):
-                    lacking = max(lacking, rooms[at].excess_bytes + error.floor_bytes - error.budget_bytes)
-                continue
-            if at < last or plans[at].plan is None:
-                break  # a step that is compiled again takes the first room
-        at = min(plans)
-        if rooms[at].freed:
-            _log.warning(
-                f"no plan keeps the budget of %s beside the {rooms[at].freed}", step.budget, format_bytes(rooms[at].excess_bytes)
-            )
-            step.plans[rooms[at].gradients] = plans[at]
-        return replace(plans[at], earlier=earlier)
-
-    def _rooms(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> list[StepRoom]:
-        """Rooms that a plan may leave: the first for all live tensors, the last for the rest if all others are freed in time."""
-        clearing = step.gradients(self.sources, cleared=gradients.existing | gradients.cleared)
-        exist, held = "it may be exceeded by %s where they exist in the backward", "it may be exceeded by %s where they are held"
-        held = f"{held} until this step is over"
-        kept_bytes, rooms = step.kept_bytes(gradients, storages), list[StepRoom]()
-        for fewer, are_held, freed in (
-            (gradients, True, ""),
-            (clearing, True, f"gradients of the step before: {exist}"),
-            (gradients, False, f"outputs of the step before: {held}"),
-            (clearing, False, f"gradients and outputs of the step before: {held}"),
-        ):
-            left, left_bytes = self._earlier(step, storages, fewer, held=are_held), step.kept_bytes(fewer, storages)
-            excess = kept_bytes - left_bytes + max(now - then for now, then in zip(earlier, left, strict=True))
-            if not rooms or (excess > 0 and step.first.ranks is None):
-                rooms.append(StepRoom(fewer, left_bytes, left, freed, excess))
-        return rooms
+        """A plan next to the tensors that earlier steps left; if there is none, a plan for which gradients are freed in time."""
+        room = StepRoom(gradients, step.kept_bytes(gradients, storages), earlier)
+        fewer = step.gradients(self.sources, cleared=gradients.existing | gradients.cleared)
+        cleared = StepRoom(fewer, step.kept_bytes(fewer, storages), self._earlier(step, storages, fewer))
+        excess_bytes = room.gradient_bytes - cleared.gradient_bytes if step.first.ranks is None else 0
+        try:
+            with beyond_room(excess_bytes == 0):
+                return self._planned(step, room)
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            if not excess_bytes:
+                raise
+        plan = self._planned(step, cleared)
+        _log.warning(
+            "no plan keeps the budget of %s beside the gradients of the step before: it may be exceeded by %s where they exist "
+            "in the backward",
+            step.budget,
+            format_bytes(excess_bytes),
+        )
+        step.plans[fewer] = plan
+        return replace(plan, earlier=earlier)
 
     def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
         """Find out which memory exists besides a step that is about to begin: optimizer state, copies, data, other models.
@@ -241,9 +218,9 @@ class KnownSteps:
         trained = [t for leaf in step.leaves if (t := leaf()) is not None]
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
-    def _earlier(self, step: KnownStep, storages: dict[int, int], gradients: Gradients, *, held: bool = True) -> tuple[int, ...]:
+    def _earlier(self, step: KnownStep, storages: dict[int, int], gradients: Gradients) -> tuple[int, ...]:
         """Bytes in each interval besides the inputs and results of the step; gradients that the step clears are included."""
-        found = self._outliving.bytes_from_earlier_steps(step.recorder, storages, held=held)
+        found = self._outliving.bytes_from_earlier_steps(step.recorder, storages)
         earlier = [step.outside_bytes + size for size in found]
         for size, last in step.cleared_storages(gradients).values():
             earlier[: last + 1] = [before + size for before in earlier[: last + 1]]

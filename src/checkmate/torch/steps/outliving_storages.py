@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
 from checkmate.torch.graph.storages import storage_key
@@ -95,30 +95,21 @@ class OutlivingStorages:
         """Bytes that eager code of the step before is expected to have left, although it was not seen."""
         return sum(left.size_bytes for left in self._unseen.get(recorder.sequence, ()))
 
-    def bytes_from_earlier_steps(
-        self, recorder: StepRecorder, gradients: Collection[int], *, held: bool = True
-    ) -> tuple[int, ...]:
+    def bytes_from_earlier_steps(self, recorder: StepRecorder, gradients: Collection[int]) -> tuple[int, ...]:
         """Bytes that are expected to be alive in each interval of a step, besides its inputs and results.
 
-        Gradients, by the keys of their storages, are counted elsewhere. ``held=False`` ignores that outputs were found alive at
-        the end of a step of this kind.
+        Gradients, by the keys of their storages, are counted elsewhere.
         """
-        count = len(recorder.segments)
-        freed = [0] * (count + 1)  # by the last interval in which a storage is alive
-        for last, size_bytes in self._freed(recorder, gradients, held):
-            freed[last] += size_bytes
-        return tuple(sum(freed[interval:]) for interval in range(count + 1))
-
-    def _freed(self, recorder: StepRecorder, gradients: Collection[int], held: bool) -> Iterator[tuple[int, int]]:
-        """The last interval in which each storage is alive, and its bytes."""
         count, sequence = len(recorder.segments), recorder.sequence
+        freed = [0] * (count + 1)  # by the last interval in which a storage is alive
         alive = self._alive(recorder, gradients).values()
-        over = held and sequence in self._held
+        over = sequence in self._held
         older = over or any(known.sequence == sequence and known.number != self._newest.get(sequence) for known in alive)
-        yield from ((count if over else left.last, left.size_bytes) for left in self._unseen.get(sequence, ()))
+        for left in self._unseen.get(sequence, ()):
+            freed[count if over else left.last] += left.size_bytes
         for known in alive:
-            last = known.last if known.sequence == sequence and not older else count
-            yield last, known.size_bytes
+            freed[known.last if known.sequence == sequence and not older else count] += known.size_bytes
+        return tuple(sum(freed[interval:]) for interval in range(count + 1))
 
     def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
         """Bytes of the storages of earlier steps that are alive and not among the inputs of the step, by their keys."""

@@ -35,11 +35,10 @@ _log = logging.getLogger("checkmate.torch")
 class Gradients:
     """Gradients that exist before a step."""
 
-    existing: frozenset[tuple[int, int]]  # run and input of each that exists in the backward, too
-    accumulated: tuple[
-        frozenset[int], ...
-    ]  # inputs to whose gradients the backward of each run adds. Autograd adds to the others
-    cleared: frozenset[tuple[int, int]] = frozenset()  # those that are set to None before it, as by ``optimizer.zero_grad()``
+    existing: frozenset[int]  # identities of the leaves whose gradients exist in the backward, too
+    # Inputs to whose gradients the backward of each run adds. Autograd adds to the others.
+    accumulated: tuple[frozenset[int], ...]
+    cleared: frozenset[int] = frozenset()  # leaves whose gradients are set to None before it, as by ``optimizer.zero_grad()``
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,6 @@ class StepRoom:
     gradients: Gradients
     gradient_bytes: int  # of those that exist in the backward too
     earlier: tuple[int, ...]  # by interval: bytes of earlier steps and of all else outside of the step
-    freed: str = ""  # description of the tensors that have to be freed in time; "" for nothing
-    excess_bytes: int = 0  # by how much the budget may be exceeded otherwise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,9 +259,11 @@ class _Observation:
         for storage in (*self._eager_storages(crossing), *self._released_storages()):
             storages[len(record.storages) + len(storages)] = storage
         existing = room.gradients.existing
-        gradients = [record.runs[r].gradients[k] for r, k in existing]
-        for r, k in record.existing - existing:  # it was added to a gradient, and now becomes the gradient itself
-            if (gradient := record.runs[r].gradients[k]) is not None:
+        gradients = [run.gradients[k] for run, k in record.places(existing)]
+        for run, k in record.places(
+            record.existing - existing
+        ):  # it was added to a gradient, and now becomes the gradient itself
+            if (gradient := run.gradients[k]) is not None:
                 number = self._number[gradient]
                 storages[number] = replace(storages[number], last=self._count)
         # The bytes that graphs looked up when they were compiled are among the bytes of earlier steps.
