@@ -23,7 +23,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
-from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, RefusedCalls, counted
+from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, counted
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
@@ -90,13 +90,10 @@ _PARSED: deque[tuple[Mapping[str, Any], dict[str, Any], Options]] = deque(maxlen
 """Mappings of options from users, with a copy of their content and the parsed options."""
 
 
-def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
+def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | None:
     """Context for calls of a function compiled with this backend; None without a budget or a plan to keep."""
     keywords = {name: value for name, value in given.items() if name not in ("mode", "options")}
-    try:
-        options = _parsed(given.get("mode"), given.get("options"), keywords)
-    except CheckmateError as error:
-        return RefusedCalls(error)
+    options = _parsed(given.get("mode"), given.get("options"), keywords)
     return None if options.budget is None and options.plan is None else CompiledCalls(options)
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
-from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dynamo import (
     RECURRENT,
     CompileLog,
@@ -187,13 +186,11 @@ class CompiledCalls:
     def _limit_reached(self, places: list[Place]) -> None:
         if not places:
             return
-        most_bytes = coordinator().steps.keep_all_bytes
         _log.warning(
-            "this call and others like it run without a plan, so that the budget of %s is not kept%s: %s was compiled %d times, "
+            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, "
             "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
             "hint: %s",
             self.options.budget,
-            f", and up to {format_bytes(most_bytes)} are taken" if most_bytes else "",
             " and ".join(p.where for p in places),
             dynamo_config.recompile_limit,
             hints(places),
@@ -203,25 +200,6 @@ class CompiledCalls:
 def _users(places: Iterable[Place]) -> list[Place]:
     """The places, without those of hooks that FSDP and DistributedDataParallel run between graphs."""
     return [p for p in places if "/torch/distributed/" not in p.file.replace("\\", "/")]
-
-
-class RefusedCalls:
-    """The calls of a function with options that the backend refuses: if Dynamo makes no graph, it does not call the backend."""
-
-    def __init__(self, error: CheckmateError) -> None:
-        self._error = error
-
-    def __call__(self) -> RefusedCalls:
-        """The context of one call."""
-        return self
-
-    def __enter__(self) -> None:
-        """Let the call run: Dynamo restores its state only after the call."""
-
-    def __exit__(self, *_: object) -> None:
-        """Raise the error, unless the backend has raised it."""
-        if not isinstance(sys.exception(), CheckmateError):
-            raise self._error
 
 
 class Call:

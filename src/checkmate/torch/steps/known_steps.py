@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from checkmate.core.budget import Budget, keep_all_bytes
+from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
@@ -134,12 +134,6 @@ class KnownSteps:
     def eager_bytes(self) -> int:
         """Peak bytes of eager code in the newest step."""
         return 0 if self._newest is None else self._newest.recorder.eager_peak_bytes
-
-    @property
-    def keep_all_bytes(self) -> int:
-        """Peak of keeping everything in the largest step that was planned; 0 before the first."""
-        plans = (known.plan for steps in self._known.values() for step in steps for known in step.plans.values())
-        return max((keep_all_bytes(plan.graph) for plan in plans if plan is not None), default=0)
 
     @property
     def begin_as_compiled(self) -> bool:
