@@ -1,4 +1,4 @@
-"""The steps that were seen, their plans, and which of them is expected when a graph begins."""
+"""The steps that were seen, and which of them is expected and planned when a graph begins."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import (
+    current_bytes,
+    unique_bytes,
+)
 from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
 from checkmate.torch.measure.resident import beyond_room
 from checkmate.torch.steps.accumulation import GradientSources
-from checkmate.torch.steps.known_step import KnownPlan, KnownStep
-from checkmate.torch.steps.outliving_storages import OutlivingStorages
+from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom, plan_step
@@ -70,7 +72,7 @@ class KnownSteps:
         return before is not None and step.recorder.watched
 
     def _note_outlived(self, step: KnownStep, recorder: StepRecorder) -> None:
-        ignored_bytes = _ignored_bytes(step)
+        ignored_bytes = step.ignored_bytes
         if self._outliving.outlived(recorder, ()) <= ignored_bytes:
             return  # as after nearly every step: gradients need not be looked up
         gradients = step.gradient_storages()
@@ -155,7 +157,7 @@ class KnownSteps:
     def _plan_of(self, step: KnownStep, args: Sequence[Any]) -> StepPlan | None:
         gradients = step.gradients(self.sources)
         storages = step.gradient_storages()
-        before, ignored_bytes = step.plans.get(gradients), _ignored_bytes(step)
+        before, ignored_bytes = step.plans.get(gradients), step.ignored_bytes
         counted = step.first.device.type == "cuda"  # by the allocator
         if counted:
             self._look(step, storages, args)
@@ -270,10 +272,11 @@ class KnownSteps:
         if any(planned.options.plan is not None for planned in graphs):
             return True
         if step.runs_own_plan(room):
-            most, memory = step.most_bytes(self._allotments), step.first.own.memory
+            allotted = self._allotments.get(step.first.key) if self._allotments else None
+            most, memory = step.most_bytes(allotted), step.first.own.memory
             if max(memory.forward_peak_bytes + room.earlier[1], memory.backward_peak_bytes + room.earlier[2]) <= most:
                 return True
-            less, allotted = most - max(room.earlier), self._allotments.get(step.first.key) if fused else None
+            less = most - max(room.earlier)
             smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
             if smaller and fused and not dynamic and step.first.ranks is None:
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
@@ -329,8 +332,3 @@ class KnownSteps:
 def _compile_again(planned: PlannedGraph) -> None:
     if planned.recompile is not None:
         planned.recompile()
-
-
-def _ignored_bytes(step: KnownStep) -> int:
-    """Bytes that are no reason to plan a step again: a script that keeps its losses has one scalar more in every step."""
-    return 64 * step.scalar_bytes
