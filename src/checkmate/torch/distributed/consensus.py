@@ -41,7 +41,6 @@ from checkmate.core.errors import CheckmateError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import format_bytes
 from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
 
@@ -275,11 +274,10 @@ class _RankMemory(msgspec.Struct, frozen=True):
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """Message of a rank: its graph without memory and costs (as digest and summary), its objective and memory figures."""
+    """Message of a rank: the digest of its graph without memory and costs, its objective and memory figures."""
 
     digest: str
     objective: str
-    summary: str
     memory: _RankMemory
 
 
@@ -298,7 +296,7 @@ def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Gr
     )
     none = (0,) * len(graph.ops)
     shape = _RankMemory(none, 0, (False,) * len(graph.ops)).applied_to(graph, none)
-    request = _Request(shape.digest, objective, _summary(graph), memory)
+    request = _Request(shape.digest, objective, memory)
 
     def decide(gathered: Sequence[bytes]) -> bytes:
         requests = [_READ_REQUEST.decode(each) for each in gathered]
@@ -318,10 +316,6 @@ def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Gr
     return agreed, result
 
 
-def _summary(graph: Graph) -> str:
-    return f"{len(graph.ops)} ops that write {format_bytes(sum(value.size_bytes for value in graph.values))}"
-
-
 def _refuse_different(requests: Sequence[_Request]) -> None:
     first = requests[0]
     for rank, request in enumerate(requests):
@@ -331,13 +325,8 @@ def _refuse_different(requests: Sequence[_Request]) -> None:
                 hint="give every rank the same options",
             )
         if request.digest != first.digest:
-            how = (
-                f"{first.summary} and {request.summary}"
-                if request.summary != first.summary
-                else f"both {request.summary}, in other places"
-            )
             raise RankError(
-                f"rank 0 and rank {rank} traced different graphs: {how}",
+                f"rank 0 and rank {rank} traced different graphs",
                 hint="give every rank batches of the same shape (drop_last=True, padding), or mark the dimension as dynamic: "
                 "torch._dynamo.mark_dynamic(x, dim, min=2, max=...); where ranks differ on purpose, as in a pipeline, plan on "
                 "each rank separately with the option ranks='alone'",
