@@ -27,7 +27,6 @@ from checkmate.torch._compat.dynamo import (
     CompileLog,
     TorchRuntimeError,
     autograd_nodes,
-    dynamo_config,
     recurrent_layers_outside,
     runs_eagerly_on_request,
     untraced,
@@ -102,11 +101,6 @@ class Place(NamedTuple):
         return f"`{self.function}` ({_shortest(self.file)}:{self.line})" if self.file else "a function"
 
     @property
-    def by_limit(self) -> bool:
-        """Whether Dynamo stopped only because it has compiled the function often enough."""
-        return self.reason.startswith(_LIMIT)
-
-    @property
     def hint(self) -> str:
         """An action of the user."""
         return next((hint for begin, hint in _HINTS.items() if self.reason.startswith(begin)), _OTHERWISE)
@@ -148,20 +142,21 @@ class CompiledCalls:
     def judge(self, planned_nodes: int, other_nodes: int) -> None:
         """Tell the user of ops that a call ran outside of every planned graph."""
         self.planned = self.planned or planned_nodes > 0
-        limited = [p for p in self._skipped if p.by_limit]
         if not other_nodes:  # graph breaks that leave out no differentiable op: all of these ops are planned
             if planned_nodes and (places := self._untold(self._breaks)):
                 _log.info("this call is planned in several graphs. %s", listed(places))
         elif not self.planned and not coordinator().in_flight:  # else it is eager code in a step of other functions
             self._nothing_planned()
-        elif not planned_nodes and limited:
-            self._limit_reached(self._untold(limited))
         elif places := self._untold([*self._skipped, *self._breaks]):
             # The share of the step's memory and time that is planned belongs here as soon as something measures it.
+            budget = self.options.budget
+            counts = (
+                f"what it allocates counts towards the budget of {budget}, but nothing of it is computed again to save memory"
+            )
             _log.warning(
-                "part of this call runs outside of every plan: what it allocates counts towards the budget of %s, but nothing "
-                "of it is computed again to save memory. %s\nhint: %s",
-                self.options.budget,
+                "%s runs outside of every plan: %s. %s\nhint: %s",
+                "part of this call" if planned_nodes else "this call",
+                counts if planned_nodes else f"the budget of {budget} is not kept for it and others like it",
                 listed(places),
                 hints(places),
             )
@@ -182,19 +177,6 @@ class CompiledCalls:
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if self._untold(places or [Place("", "", 0, "")]):
             _log.warning("%s\nhint: %s", message, hint)
-
-    def _limit_reached(self, places: list[Place]) -> None:
-        if not places:
-            return
-        _log.warning(
-            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, "
-            "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
-            "hint: %s",
-            self.options.budget,
-            " and ".join(p.where for p in places),
-            dynamo_config.recompile_limit,
-            hints(places),
-        )
 
 
 def _users(places: Iterable[Place]) -> list[Place]:

@@ -61,10 +61,11 @@ class GraphPlanner:
     def room(self, graph: Graph) -> int:
         """Bytes that the budget leaves for measurements, next to live tensors and graphs in flight."""
         assert self.options.budget is not None
+        held_bytes = coordinator().held_bytes()
         # A share is taken of all graphs of the step that are known so far.
-        keep_all = keep_all_bytes(graph) + coordinator().keep_all_saved_bytes()
+        keep_all = keep_all_bytes(graph) + held_bytes
         budget_bytes = self.options.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)
-        return budget_bytes - graph.resident_bytes - coordinator().held_bytes()
+        return budget_bytes - graph.resident_bytes - held_bytes
 
     def plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
         """The plan of a capture, and the capture that was planned: with regions in pieces, or figures that ranks agreed on."""

@@ -47,7 +47,6 @@ class _Compiled:
     """The graphs that a step was compiled for. PyTorch keeps a backend for ever, and therefore no backend may hold the model."""
 
     planned: list[tuple[Graph, Result]] = field(default_factory=list)
-    shapes: list[tuple[Any, ...]] = field(default_factory=list)  # sizes of the inputs of each
     returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # storages that the last run returned
 
     def returned_bytes(self) -> int:
@@ -58,8 +57,7 @@ class _Compiled:
         """Note a plan; log it if it is not the first one."""
         if self.planned:
             peak = format_bytes(result.peak_bytes)
-            what = "the step was compiled again" if self.shapes[-1] in self.shapes[:-1] else "a new shape was compiled"
-            _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
+            _log.warning("the step was compiled again and planned in %.1f s: peak %s", result.elapsed_s, peak)
         self.planned.append((interface.graph, result))
 
 
@@ -92,7 +90,6 @@ class Step:
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 # A given plan is for the example's shape; other shapes are planned.
                 now = replace(options, plan=given if not compiled.planned else None)
-                compiled.shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
                 return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)

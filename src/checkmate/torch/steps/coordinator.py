@@ -117,11 +117,6 @@ class Coordinator:
         with _LOCK:
             return sum(held_in_flight(self._pending).values())
 
-    def keep_all_saved_bytes(self) -> int:
-        """Bytes that the graphs in flight would save for their backwards if they kept everything."""
-        with _LOCK:
-            return sum(run.planned.keep_all.saved_bytes for run in self._pending)
-
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph with some inputs and their gradients, nor to the present step."""
         with _LOCK:
