@@ -27,7 +27,6 @@ from checkmate.frontend.options import CostSource, takes_options
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.device_memory import state_bytes
@@ -84,7 +83,7 @@ class Step:
         self._layout = BatchLayout.of(recipe.example)
         self._compiled = compiled = _Compiled()
         given = options.plan
-        with stop_after_capture() as stop, spec.tracing_context():
+        with stop_after_capture() as stop:
             hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -94,8 +93,6 @@ class Step:
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
             run_as_one_graph(self._run, spec, recipe.example)
-        if spec.wrapped is not None:
-            self._run = run_inside_ddp(spec.wrapped, self._run)
         self.graph, self.result = compiled.planned[0]
         self.plan = self.result.plan
 
