@@ -182,32 +182,30 @@ class GraphPlanner:
         return choose_chunks(step, self.chunks, budget_bytes, options.time_limit_s, solve)
 
     def evaluation(self, budget: Budget, measured: Costs, estimated: Costs) -> tuple[Costs, Plan]:
-        """The costs and the plan of a graph without a backward, measured if estimates, which may be too large, matter."""
+        """The costs and the plan of a graph without a backward: keeping everything, or nearly the smallest peak.
+
+        Estimated workspace may be too large: a graph that seems to exceed the budget is measured.
+        """
         costs = estimated
 
         def plan(capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
             nonlocal costs
-            if keep_all_bytes(capture.graph) > budget.resolve(capture.graph):
+            budget_bytes = budget.resolve(capture.graph)
+            if keep_all_bytes(capture.graph) > budget_bytes:
                 costs = measured
                 capture = recapture(capture.joint)
-            return capture, self._plan_of_evaluation(capture.graph, budget)
+            if keep_all_bytes(capture.graph) <= budget_bytes:
+                return capture, keep_everything(capture.graph)
+            smallest = near_smallest(capture.graph, 1.0, budget_bytes)
+            if smallest.peak_bytes > budget_bytes:
+                _log.warning(
+                    "a call without gradients takes up to %s, more than its budget of %s",
+                    format_bytes(smallest.peak_bytes),
+                    self.options.budget,
+                )
+            return capture, smallest
 
         return lambda nodes: costs(nodes), plan
-
-    def _plan_of_evaluation(self, graph: Graph, budget: Budget) -> Result:
-        """A plan within a budget, or a plan of nearly the smallest peak with a warning."""
-        if keep_all_bytes(graph) <= budget.resolve(graph):
-            return keep_everything(graph)
-        try:
-            return planner_for(replace(self.options, budget=budget))(graph)
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            smallest = near_smallest(graph, 1.0)
-        _log.warning(
-            "a call without gradients takes up to %s, more than its budget of %s",
-            format_bytes(smallest.peak_bytes),
-            self.options.budget,
-        )
-        return smallest
 
 
 def _in_forward(graph: Graph, single: Set[int]) -> Graph:
