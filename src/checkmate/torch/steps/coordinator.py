@@ -309,7 +309,8 @@ class Coordinator:
 
     def _may_be_over(self) -> bool:
         """Whether the step is over if its first graph begins again, although forwards wait for their backwards."""
-        return self._updated and self._recorder.after_backward
+        segments = self._recorder.segments
+        return self._updated and bool(segments) and segments[-1][1]
 
     def _begin_step(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
         """Plan the step that probably begins with a graph: the kind that followed the same step before, or the newest kind."""
@@ -364,8 +365,7 @@ class Coordinator:
     def _give_up(self, run: Run) -> None:
         """Forget that a forward waits for its backward, which is not expected any more."""
         if run in self._pending:
-            if self._recorder.waits(run):
-                self._recorder.abandon(run)
+            self._recorder.abandon(run)
             self._retire(run)
 
     def _retire(self, run: Run) -> None:

@@ -214,15 +214,13 @@ class StepRecorder:
         self._note_eager()
         return found
 
-    def waits(self, run: Run) -> bool:
-        """Whether a forward belongs to the step, and its backward has not begun."""
-        return run in self.runs and (run, False) in self.segments and (run, True) not in self.segments
-
     def abandon(self, run: Run) -> None:
         """Count a forward as eager code: its outputs and saved tensors were freed, and its backward will not run.
 
-        Its segment is removed, and the intervals around it become one.
+        Its segment is removed, and the intervals around it become one. Nothing changes if its backward has begun.
         """
+        if (run, False) not in self.segments or (run, True) in self.segments:
+            return
         w = self.segments.index((run, False))
         memory = run.planned.own.memory
         self.abandoned.append(run)
@@ -244,11 +242,6 @@ class StepRecorder:
         if len(self.segments) > w:  # its saved tensors were held until now
             saved = SeenStorage(memory.saved_bytes, lambda: None, eager=w, last=len(self.segments) - self._running)
             self.storages.append(saved)
-
-    @property
-    def after_backward(self) -> bool:
-        """Whether the newest segment is a backward."""
-        return bool(self.segments) and self.segments[-1][1]
 
     @property
     def complete(self) -> bool:
