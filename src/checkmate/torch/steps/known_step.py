@@ -151,8 +151,7 @@ class KnownStep:
             and (first.alone or (not first.replaceable and first.dynamic))
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
-            and {k for _, k in self.recorder.places(room.gradients.existing)} & first.own.accumulated
-            == room.gradients.accumulated[0]
+            and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
         )
 
     def most_bytes(self, allotted: StepAllotment | None) -> int:

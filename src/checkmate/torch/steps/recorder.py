@@ -67,6 +67,11 @@ class Run:
     tangents: Seen = ()
     gradients: Seen = ()  # results of the backward
     held_bytes: int = 0  # bytes that eager code held and segments had returned when the forward began
+    existing: frozenset[int] = frozenset()  # identities of leaves that had a gradient when the forward began
+
+    def places(self, leaves: Set[int]) -> list[int]:
+        """The inputs that are some leaves, which are given by their identities."""
+        return [k for k, leaf in self.leaves if id(leaf()) in leaves]
 
 
 def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
@@ -90,8 +95,8 @@ class StepRecorder:
     abandoned: list[Run] = field(default_factory=list)  # forwards whose backward will not run; they are part of the eager code
     segments: list[tuple[Run, bool]] = field(default_factory=list)  # and whether each is a backward
     storages: list[SeenStorage] = field(default_factory=list)
-    existing: set[int] = field(default_factory=set)  # identities of leaves that had a gradient when a forward began
-    cleared: set[int] = field(default_factory=set)  # of leaves of `existing` without a gradient when a backward began
+    existing: set[int] = field(default_factory=set)  # leaves that had a gradient when some forward began, by identity
+    cleared: set[int] = field(default_factory=set)  # leaves of `existing` without a gradient when a backward began
     eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)  # that eager code reads, by identity
     keeps_eager_gradients: bool = False  # whether any of those had a gradient when the first backward began
     eager_bytes: int = 0  # that eager code has allocated and that are alive
@@ -167,7 +172,8 @@ class StepRecorder:
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.held_bytes = self.eager_bytes + self._returned_bytes
-        self.existing |= {id(a) for _, a in leaves if a.grad is not None}
+        run.existing = frozenset(id(a) for _, a in leaves if a.grad is not None)
+        self.existing |= run.existing
         self._gradients.update({storage_key(t): storage_bytes(t) for t in gradient_parts(leaf for _, leaf in run.leaves)})
         self.forwards.append(run)
         self.runs.append(run)
@@ -259,10 +265,6 @@ class StepRecorder:
         """Index of the run of each segment, and the undefined tangents of a backward."""
         index = {run: r for r, run in enumerate(self.runs)}
         return [(index[run], run.undefined if backward else None) for run, backward in self.segments]
-
-    def places(self, leaves: Set[int]) -> Iterator[tuple[Run, int]]:
-        """The inputs that are some leaves, which are given by their identities: run and position."""
-        return ((run, k) for run in self.runs for k, leaf in run.leaves if id(leaf()) in leaves)
 
     @property
     def gradient_bytes(self) -> int:

@@ -259,13 +259,12 @@ class _Observation:
         for storage in (*self._eager_storages(crossing), *self._released_storages()):
             storages[len(record.storages) + len(storages)] = storage
         existing = room.gradients.existing
-        gradients = [run.gradients[k] for run, k in record.places(existing)]
-        for run, k in record.places(
-            record.existing - existing
-        ):  # it was added to a gradient, and now becomes the gradient itself
-            if (gradient := run.gradients[k]) is not None:
-                number = self._number[gradient]
-                storages[number] = replace(storages[number], last=self._count)
+        gradients = [run.gradients[k] for run in record.runs for k in run.places(existing)]
+        for run in record.runs:
+            for k in run.places(run.existing - existing):  # it was added to a gradient, and now becomes the gradient itself
+                if (gradient := run.gradients[k]) is not None:
+                    number = self._number[gradient]
+                    storages[number] = replace(storages[number], last=self._count)
         # The bytes that graphs looked up when they were compiled are among the bytes of earlier steps.
         resident = [run.planned.resident.total_bytes - run.planned.resident.gradients_bytes for run in record.runs]
         extra = max(size - run.planned.outside_bytes for size, run in zip(resident, record.runs, strict=True))
