@@ -5,7 +5,8 @@ when its first graph begins again after an optimizer has run: the user holds the
 backward may never run. When a step runs for the first time, `StepRecorder` records its segments, and the graphs run their own
 programs. When the step begins again, `KnownSteps` plans it as a whole, and each of its forwards runs the program of its place in
 the plan. Several kinds of steps may begin with the same graph: the coordinator expects the kind that followed the same step
-before. A step that turns out differently runs the graphs' own programs, and is planned in turn.
+before. A step that turns out differently runs the graphs' own programs, and is planned in turn. `StateMachine` has the states of
+a step.
 
 A forward returns one more tensor for autograd to save. It is empty, and only tells to which forward a backward belongs.
 """
@@ -37,7 +38,7 @@ from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
 from checkmate.torch.steps.recorder import Run, StepRecorder
-from checkmate.torch.steps.state import StepState
+from checkmate.torch.steps.state import StateMachine, StepEvent, StepState
 from checkmate.torch.steps.step_plan import StepPlan
 
 _log = logging.getLogger("checkmate.torch")
@@ -51,9 +52,9 @@ class Coordinator:
     """The step that is under way in one thread, and the steps that were seen before."""
 
     def __init__(self) -> None:
-        self._state = StepState()
+        self._machine = StateMachine()
         self._pending: list[Run] = []  # forwards that wait for their backwards, in order
-        self._recorder = StepRecorder(self._state)
+        self._recorder = StepRecorder(self._machine)
         self.steps = KnownSteps()
         self._plan: StepPlan | None = None  # of the newest step
         self._position = 0  # of the next forward in the plan
@@ -75,6 +76,11 @@ class Coordinator:
             self._announcements = Announcements(self._recorder, self._pending)
             self._new_recorder(watched=False)
             self.steps, self._plan = KnownSteps(), None
+
+    @property
+    def state(self) -> StepState:
+        """The state of the step."""
+        return self._machine.state
 
     @property
     def result(self) -> Result | None:
@@ -102,7 +108,7 @@ class Coordinator:
     @property
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
-        return self._state.is_under_way
+        return self._machine.is_under_way
 
     def budget_bytes(self, budget: Budget) -> int | None:
         """Bytes of a budget; None for a share before any step is planned."""
@@ -136,7 +142,7 @@ class Coordinator:
             return
         with _LOCK:
             self._recover()
-            with self._state.update():
+            with self._machine.update():
                 self.end_watch()
                 self._calling = True
                 if not self.in_flight:
@@ -145,6 +151,7 @@ class Coordinator:
                     if not self.in_flight:
                         self.steps.close(self._recorder)
                         self._new_recorder(watched=True)
+                    self._machine.on(StepEvent.WATCH)
                     self._eager.begin()
 
     def end_call(self) -> None:
@@ -184,20 +191,20 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _update(self) -> Generator[None]:
-        """Context in which the account of the step changes; see `StepState.update`."""
-        with _LOCK, self._state.update(), self._eager.paused():
+        """Context in which the account of the step changes; see `StateMachine.update`."""
+        with _LOCK, self._machine.update(), self._eager.paused():
             yield
 
     def _recover(self) -> None:
         """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
-        if not self._state.is_interrupted:
+        if self.state is not StepState.INTERRUPTED:
             return
         self._recorder.close()
         self._new_recorder(watched=self._eager.is_watched)
         self._pending.clear()
         self._plan, self._calling = None, False
         self._eager.pause(False)
-        self._state.throw_away()
+        self._machine.throw_away()
 
     def end_watch(self) -> None:
         """Stop watching eager code if its step is over: when an optimizer begins, or with the next call."""
@@ -212,7 +219,7 @@ class Coordinator:
             with self._eager.paused():
                 return planned.forward_through_hooks(args)
         self._recover()
-        with self._state.update():
+        with self._machine.update():
             run = self._begin_forward(planned, args)
             program = run.program
             assert program.forward is not None
@@ -265,7 +272,7 @@ class Coordinator:
         args[: planned.num_symbols] = run.symbols
         first = len(args) - len(planned.tangents)
         recording = run in self._pending
-        with self._state.update() if recording else contextlib.nullcontext():
+        with self._machine.update() if recording else contextlib.nullcontext():
             if recording:
                 with self._update():
                     self._recorder.begin_backward(run, args[first:])
@@ -323,12 +330,12 @@ class Coordinator:
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         self._announcements.begin_step(self._recorder, self._memory, first=self._plan is None, unseen_bytes=unseen_bytes)
-        self._state.is_under_way = True
+        self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
         if any(owner is not self and owner.in_flight for owner, _ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
 
     def _after_backward(self) -> None:
-        if not self._state.is_interrupted:
+        if self.state is not StepState.INTERRUPTED:
             self._end_step()
 
     def _end_step(self) -> None:
@@ -336,9 +343,10 @@ class Coordinator:
         with self._update():
             if not self.in_flight and not self._recorder.over and self._recorder.complete:
                 self._eager.end_step(seen=self.steps.add(self._recorder))
+            self._machine.on(StepEvent.END)
 
     def _new_recorder(self, *, watched: bool) -> None:
-        self._recorder = StepRecorder(self._state, watched=watched)
+        self._recorder = StepRecorder(self._machine, watched=watched)
         self._announcements.begin_step(self._recorder, None)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
@@ -372,7 +380,7 @@ class Coordinator:
         if run in self._pending:
             self._pending.remove(run)
         if not self._pending:
-            self._state.is_under_way = False
+            self._machine.on(StepEvent.NONE_WAITS)
 
 
 _IN_FLIGHT: dict[int, tuple[Coordinator, Run]] = {}

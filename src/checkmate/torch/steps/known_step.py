@@ -14,6 +14,7 @@ from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import SeenStorage, StepRecorder, StepSequence, StorageRef, gradient_parts
+from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
 
@@ -143,15 +144,33 @@ class KnownStep:
         """Peak bytes of eager code in the step, its inputs included."""
         return self.recorder.eager_peak_bytes + self.recorder.eager_input_bytes
 
-    def runs_own_plan(self, room: StepRoom) -> bool:
-        """Whether its only graph was planned for a step like this one: with these gradients, and as a whole step."""
-        runs, first = self.recorder.runs, self.first
-        return (
+    def facts(self, room: StepRoom, allotted: StepAllotment | None, compiled_for_plan: bool) -> StepFacts:
+        """The facts that decide how the step runs, given the allotment of its first graph."""
+        runs, first, earlier = self.recorder.runs, self.first, room.earlier
+        fused = [run.planned for run in runs if not run.planned.replaceable]
+        vary = any(planned.dynamic for planned in fused)
+        is_own_plan = (
             len(runs) == 1
-            and (first.alone or (not first.replaceable and first.dynamic))
+            and (first.alone or vary)
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
             and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
+        )
+        keeps_budget = can_shrink = False
+        if is_own_plan:
+            most, memory = self.most_bytes(allotted), first.own.memory
+            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
+            less = most - max(earlier)
+            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
+            can_shrink = smaller and bool(fused) and not vary and first.ranks is None
+        return StepFacts(
+            num_graphs=len(runs),
+            plan_given=any(run.planned.options.plan is not None for run in runs),
+            keeps_budget=keeps_budget,
+            can_shrink=can_shrink,
+            fixed_sizes_vary=vary,
+            compiled_for_plan=compiled_for_plan,
+            from_cache=any(run.planned.joint is None for run in runs),
         )
 
     def most_bytes(self, allotted: StepAllotment | None) -> int:

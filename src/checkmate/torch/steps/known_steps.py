@@ -25,6 +25,7 @@ from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
 from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.state import PlanDecision
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom, plan_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -248,57 +249,41 @@ class KnownSteps:
             _log.warning(message, *args)
 
     def _planned(self, step: KnownStep, room: StepRoom) -> KnownPlan:
-        """One plan for the graphs of a step, or none: they run as they were compiled, or are compiled again at the next call."""
+        """The outcome of the decision about a step."""
         graphs = [run.planned for run in step.recorder.runs]
-        cached = [planned for planned in graphs if planned.joint is None]
-        if self._stays_as_compiled(step, room):
-            return KnownPlan(None, room.earlier)
-        if not cached:
-            return self._planned_as_one(step, room)
-        _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
-        self._traces_again = True
-        for planned in cached:  # nothing can be planned without a trace
-            _compile_again(planned)
-        return KnownPlan(None, room.earlier)
-
-    def _stays_as_compiled(self, step: KnownStep, room: StepRoom) -> bool:
-        """Whether no plan of the whole step takes the place of the plans of its graphs.
-
-        The only graph of a step that Inductor compiled is compiled again, for less than the budget, if that leaves enough room.
-        """
-        graphs = [run.planned for run in step.recorder.runs]
+        allotted = self._allotments.get(step.first.key) if self._allotments else None
         fused = [planned for planned in graphs if not planned.replaceable]
-        dynamic = any(planned.dynamic for planned in fused)
-        if any(planned.options.plan is not None for planned in graphs):
-            return True
-        if step.runs_own_plan(room):
-            allotted = self._allotments.get(step.first.key) if self._allotments else None
-            most, memory = step.most_bytes(allotted), step.first.own.memory
-            if max(memory.forward_peak_bytes + room.earlier[1], memory.backward_peak_bytes + room.earlier[2]) <= most:
-                return True
-            less = most - max(room.earlier)
-            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            if smaller and fused and not dynamic and step.first.ranks is None:
+        compiled_for_plan = bool(fused and self._allotments) and all(planned.key in self._allotments for planned in fused)
+        match step.facts(room, allotted, compiled_for_plan).decide():
+            case PlanDecision.PLAN:
+                return self._planned_as_one(step, room)
+            case PlanDecision.REFUSE:
+                # A new compilation would be for the sizes of the next batch, whatever sizes were announced.
+                raise OptionError(
+                    f"this step runs {len(graphs)} graphs, and compiler='inductor' plans only one graph for sizes that change",
+                    hint="compile the model with its loss as one graph, or compile with dynamic=False, or with compiler='eager'",
+                )
+            case PlanDecision.MAY_EXCEED:
+                self._warn_once(
+                    step,
+                    "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves "
+                    "room for; with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True "
+                    "leaves room for gradients, reserve for everything else",
+                    step.budget,
+                )
+            case PlanDecision.COMPILE_FOR_LESS:
+                less = step.most_bytes(allotted) - max(room.earlier)
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
                 self._allot(step.first, StepAllotment.of_only_graph(less))
-                return True
-        if fused and all(planned.key in self._allotments for planned in fused):  # compiled for the plan of this step
-            return True
-        if dynamic and len(graphs) > 1:
-            # A new compilation would be for the sizes of the next batch, whatever sizes were announced.
-            raise OptionError(
-                f"this step runs {len(graphs)} graphs, and compiler='inductor' plans only one graph for sizes that change",
-                hint="compile the model with its loss as one graph, or compile with dynamic=False, or with compiler='eager'",
-            )
-        if dynamic:
-            self._warn_once(
-                step,
-                "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves "
-                "room for; with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True "
-                "leaves room for gradients, reserve for everything else",
-                step.budget,
-            )
-        return dynamic
+            case PlanDecision.TRACE_AGAIN:
+                cached = [planned for planned in graphs if planned.joint is None]
+                _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
+                self._traces_again = True
+                for planned in cached:
+                    _compile_again(planned)
+            case PlanDecision.KEEP:
+                pass
+        return KnownPlan(None, room.earlier)
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
         plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)

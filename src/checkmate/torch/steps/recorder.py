@@ -14,7 +14,7 @@ import torch
 
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
-from checkmate.torch.steps.state import StepState
+from checkmate.torch.steps.state import StateMachine
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
 """Identity of a step: graph and run of each segment, and the undefined tangents of a backward."""
@@ -87,7 +87,7 @@ class StepRecorder:
     An exception at any line of a method leaves a record on which every other method runs.
     """
 
-    state: StepState
+    machine: StateMachine
     watched: bool = False  # whether eager code is seen
     over: bool = False  # whether the backward of the step is over, or another step has begun
     forwards: list[Run] = field(default_factory=list)  # in the order in which they began
@@ -317,7 +317,7 @@ class StepRecorder:
         return found
 
     def _free(self, key: int, seen: SeenStorage) -> None:
-        with self.state.update():
+        with self.machine.update():
             if self._present.get(key) is seen:
                 del self._present[key]
             if not self.over:

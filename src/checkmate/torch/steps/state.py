@@ -1,29 +1,76 @@
-"""The state of the step of a thread: whether one is under way, and whether its account can be trusted."""
+"""The states of a step, the events that change them, and the decisions about a step that begins again: without any tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 
 
-class StepState:
+class StepState(Enum):
+    """State of the step of a thread."""
+
+    BETWEEN = "no step is under way"
+    FIRST = "eager code of a new step is seen, and no graph of it has run"
+    RECORDING = "a step runs that no plan is known for: each graph runs its own program"
+    PLANNED = "a step runs its plan"
+    ENDING = "no forward waits for its backward any more, and eager code of the step may follow"
+    INTERRUPTED = "an exception came while the account of the step was changed"
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward waits for its backward."""
+        return self in (StepState.RECORDING, StepState.PLANNED)
+
+
+class StepEvent(Enum):
+    """Change of the state of a step."""
+
+    WATCH = "a function is called whose eager code has not been seen"
+    BEGIN = "the first graph of a step begins, and no plan is known"
+    BEGIN_PLANNED = "the first graph of a step begins, and a plan is known"
+    NONE_WAITS = "the last forward that waited has run its backward, or was given up"
+    END = "the step was taken over"
+
+
+TRANSITIONS: Mapping[tuple[StepState, StepEvent], StepState] = {
+    (StepState.BETWEEN, StepEvent.WATCH): StepState.FIRST,
+    (StepState.BETWEEN, StepEvent.BEGIN): StepState.RECORDING,
+    (StepState.BETWEEN, StepEvent.BEGIN_PLANNED): StepState.PLANNED,
+    (StepState.FIRST, StepEvent.BEGIN): StepState.RECORDING,
+    (StepState.FIRST, StepEvent.BEGIN_PLANNED): StepState.PLANNED,
+    (StepState.RECORDING, StepEvent.NONE_WAITS): StepState.ENDING,
+    (StepState.PLANNED, StepEvent.NONE_WAITS): StepState.ENDING,
+    (StepState.ENDING, StepEvent.END): StepState.BETWEEN,
+}
+"""The state after an event. Any other event leaves the state as it is."""
+
+
+class StateMachine:
     """The state of successive steps.
 
-    Every update of the account of a step runs inside of `update`. After Ctrl-C or any other exception in it the account is
-    half done, and is not used before `throw_away`.
-
-    Attributes:
-        is_under_way: Whether the first forward of a step has begun, and a forward waits for its backward.
+    Every update of the account of a step runs inside of `update`. After Ctrl-C or any other exception in it the state is
+    ``INTERRUPTED`` until `throw_away`: the half-done account is not used.
     """
 
     def __init__(self) -> None:
-        self.is_under_way = False
+        self._state = StepState.BETWEEN
         self._unfinished = set[object]()  # no counter: a finalizer may run in any thread, and `add` is one instruction
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether an update did not reach its end, as seen outside of an update."""
-        return bool(self._unfinished)
+    def state(self) -> StepState:
+        """The present state, as seen outside of an update."""
+        return StepState.INTERRUPTED if self._unfinished else self._state
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward waits for its backward, as seen inside of an update too."""
+        return self._state.is_under_way
+
+    def on(self, event: StepEvent) -> None:
+        """Change to the next state."""
+        self._state = TRANSITIONS.get((self._state, event), self._state)
 
     @contextmanager
     def update(self) -> Generator[None]:
@@ -34,5 +81,41 @@ class StepState:
 
     def throw_away(self) -> None:
         """Begin again, after an interrupt."""
-        self.is_under_way = False
+        self._state = StepState.BETWEEN
         self._unfinished.clear()
+
+
+class PlanDecision(Enum):
+    """How a recorded step runs when it begins again."""
+
+    KEEP = "as its graphs were compiled"
+    COMPILE_FOR_LESS = "its only graph is compiled again, for less than the budget"
+    REFUSE = "not at all: sizes change in a step of several graphs that Inductor compiled"
+    MAY_EXCEED = "as its graph was compiled, although that may exceed the budget"
+    TRACE_AGAIN = "its graphs are compiled again: their code came from a cache, and nothing can be planned without a trace"
+    PLAN = "its graphs run the programs of one plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """The facts that decide how a step runs."""
+
+    num_graphs: int
+    plan_given: bool  # the user gave a plan for one of the graphs
+    keeps_budget: bool  # its only graph, as it was compiled, keeps the budget next to everything else
+    can_shrink: bool  # its only graph can be compiled again for fewer bytes, and was not
+    fixed_sizes_vary: bool  # sizes change, and no other program can take the place of one that was compiled for them
+    compiled_for_plan: bool  # its graphs were compiled again for the plan of this step
+    from_cache: bool  # code of a graph came from a cache
+
+    def decide(self) -> PlanDecision:
+        """The first decision whose guard holds."""
+        guards = (
+            (self.plan_given or self.keeps_budget, PlanDecision.KEEP),
+            (self.can_shrink, PlanDecision.COMPILE_FOR_LESS),
+            (self.compiled_for_plan, PlanDecision.KEEP),
+            (self.fixed_sizes_vary and self.num_graphs > 1, PlanDecision.REFUSE),
+            (self.fixed_sizes_vary, PlanDecision.MAY_EXCEED),
+            (self.from_cache, PlanDecision.TRACE_AGAIN),
+        )
+        return next((decision for holds, decision in guards if holds), PlanDecision.PLAN)
