@@ -417,11 +417,12 @@ class Sparse(Layers):
         return x.square().mean()
 
 
-def test_that_nothing_is_planned_exceeds_no_budget_in_silence() -> None:
-    """It is known when the call has run."""
+def test_that_nothing_is_planned_exceeds_no_budget_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """It is known when the call has run; before that its eager code is compared with the budget."""
     run = compiled(Sparse(), budget="1KiB")
     with pytest.raises(NothingPlannedError, match="sparse"):
         run(batch(), torch.eye(len(batch())).to_sparse())
+    assert any("no graph of it has run yet" in text for text in warnings(caplog))
 
 
 def test_dynamo_traces_nothing_of_this_package() -> None:

@@ -199,7 +199,7 @@ class Call:
         if _thread.call is None:
             with ExitStack() as contexts:
                 if torch.is_grad_enabled():
-                    coordinator().begin_call(self._calls)
+                    coordinator().begin_call(self._calls, self._calls.options.planning.budget)
                 watch_compilations(_compile_began, _compile_ended)
                 contexts.enter_context(recurrent_layers_outside())
                 self._evaluates = not torch.is_grad_enabled()

@@ -11,7 +11,7 @@ import torch
 from checkmate.core.budget import Budget
 from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.measure.device_memory import DeviceMemory
+from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import Run, StepRecorder
 
@@ -47,6 +47,7 @@ class Announcements:
         self._newest: PlannedGraph | None = None  # the newest graph of a step whose eager code is seen for the first time
         self._budgets: list[Budget] = []  # of the step
         self._fixed_bytes = self._keep_all_bytes = 0  # of the step, to which shares refer
+        self._outside_bytes: int | None = None  # bytes outside of a step of which no graph has run
         self._besides_eager_bytes = 0  # bytes without eager code, after the newest segment
 
     def before_forward(self, run: Run, allotted: StepAllotment | None) -> None:
@@ -89,6 +90,22 @@ class Announcements:
             needed = self._besides_eager_bytes + eager_bytes + size_bytes
             # The tensors that eager code has made have gradients as large, which are still to come.
             self._say(needed, needed + eager_bytes, 2 * eager_bytes)
+
+    def before_any_graph(self, budget: Budget, device: torch.device) -> None:
+        """Warn if eager code exceeds the budget before any graph of the step has run: Dynamo may have made none."""
+        if budget.total_bytes is None:
+            return
+        eager_bytes = self._recorder.eager_bytes
+        if self._outside_bytes is None:
+            self._outside_bytes = device_memory(device).total_bytes - eager_bytes
+        needed, key = self._outside_bytes + eager_bytes, (0, True)
+        if needed > max(budget.total_bytes, self._said.get(key, 0)):
+            self._said[key] = needed + eager_bytes  # gradients of these tensors are as large
+            _log.warning(
+                "a first step may take up to %s, more than its budget of %s: no graph of it has run yet",
+                format_bytes(self._said[key]),
+                budget,
+            )
 
     def before_backward(self, run: Run, tangents: Iterable[object]) -> None:
         """Warn before a backward: the bytes of eager code and of the graphs after its own are known now."""

@@ -62,6 +62,7 @@ class Coordinator:
         self._announcements = Announcements(self._recorder, self._pending)
         self._eager = EagerCode(self._see_eager_op)
         self._calling = False  # whether a call of a compiled function is under way
+        self._budget: Budget | None = None  # of the function that is called
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
         _see_updates()
 
@@ -133,7 +134,7 @@ class Coordinator:
         given = [each for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None]
         return self._memory.besides(known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t)})
 
-    def begin_call(self, function: object) -> None:
+    def begin_call(self, function: object, budget: Budget | None = None) -> None:
         """Prepare for a call of a compiled function; the function tells the steps of several networks apart.
 
         If the eager code of a step has not been seen before, it is watched from here on.
@@ -144,7 +145,7 @@ class Coordinator:
             self._recover()
             with self._machine.update():
                 self.end_watch()
-                self._calling = True
+                self._calling, self._budget = True, budget
                 if not self.in_flight:
                     self._end_step()
                 if self._eager.is_due(function) and (not self.in_flight or self._may_be_over()):
@@ -188,6 +189,8 @@ class Coordinator:
             for tensor in op.made:
                 recorder.allocated(tensor)
                 self._announcements.of_eager_code(0)
+                if self._calling and not recorder.forwards and self._budget is not None:
+                    self._announcements.before_any_graph(self._budget, tensor.device)
 
     @contextlib.contextmanager
     def _update(self) -> Generator[None]:
