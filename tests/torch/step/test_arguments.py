@@ -113,9 +113,14 @@ def test_a_wrong_option_is_told_with_what_may_be_meant(option: dict[str, Any], w
     assert words in str(error.value)
 
 
-def test_a_step_is_taken_for_its_plan() -> None:
-    """As the plan of another step."""
+def test_what_a_step_has_not_is_asked_of_what_has_it() -> None:
+    """A step takes the place of model, loss and optimizer in a loop. Its plan is taken for another one."""
     step = compile(nn.Linear(4, 2), MSE, example=(X, Y), costs="estimated")
+    with pytest.raises(AttributeError, match=r"a step has no 'state_dict'; write model\.state_dict"):
+        step.state_dict()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"a step has no 'peak_bytes'; write step\.result\.peak_bytes"):
+        step.peak_bytes  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(step, "fit")
     assert compile(nn.Linear(4, 2), MSE, example=(X, Y), costs="estimated", plan=step).plan.order == step.plan.order  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Never, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Unpack
 
 import msgspec
 import torch
@@ -146,6 +146,13 @@ class Step:
 
     def __repr__(self) -> str:
         return repr(self._planned_step)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            owners = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "step.result": Result}
+            owner = next((owner for owner, kind in owners.items() if hasattr(kind, name)), None)
+            raise AttributeError(f"a step has no {name!r}" + (f"; write {owner}.{name}" if owner else ""), name=name, obj=self)
 
     @property
     def _planned_step(self) -> PlannedStep:
