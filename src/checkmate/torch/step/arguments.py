@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import OptionError, shortened
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -26,11 +26,7 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
     """Check a model, a loss, an optimizer and an example for a step."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(f"model={_name(model)} is not a module", hint="give an instance of torch.nn.Module")
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        raise OptionError(
-            f"loss={_name(loss)} cannot be called with a prediction and a target",
-            hint="give a function or an instance of a module, such as loss=torch.nn.functional.cross_entropy",
-        )
+    _check_loss(loss)
     _check_optimizer(optimizer)
     _check_example(example, loss is not None)
     refuse_inference_mode()
@@ -193,6 +189,19 @@ def _check_example(example: Any, has_loss: bool) -> None:
         )
 
 
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise OptionError(f"loss={loss.__name__} is a class", hint=f"give an instance: loss=torch.nn.{loss.__name__}()")
+    if isinstance(loss, torch.optim.Optimizer):
+        hint = "give the loss before it: compile(model, loss, optimizer)"
+        raise OptionError(f"loss is an optimizer, {type(loss).__name__}", hint=hint)
+    if loss is not None and not callable(loss):
+        raise OptionError(
+            f"loss={shortened(repr(loss))} cannot be called with a prediction and a target",
+            hint="give a function or a module, such as loss=torch.nn.functional.cross_entropy",
+        )
+
+
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is None or (not isinstance(optimizer, type) and hasattr(optimizer, "param_groups")):
         step: Any = getattr(type(optimizer), "step", None)  # the method of the class: schedulers wrap the method of the instance
@@ -202,9 +211,11 @@ def _check_optimizer(optimizer: Any) -> None:
                 hint="give another, such as optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
             )
         return
+    name = optimizer.__name__ if isinstance(optimizer, type) else "AdamW"
+    what = f"{optimizer.__name__} is a class" if isinstance(optimizer, type) else f"{optimizer!r} is not an optimizer"
     raise OptionError(
-        f"optimizer={_name(optimizer)} is no instance of an optimizer: which parameters it updates is not known",
-        hint="give an instance, such as optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        f"optimizer={what}: which parameters it updates, and how fast, is not known",
+        hint=f"give an instance: optimizer=torch.optim.{name}(model.parameters(), lr=1e-3)",
     )
 
 
@@ -222,4 +233,4 @@ def _refused(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _name(value: object) -> str:
-    return repr(value) if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+    return getattr(value, "__name__", type(value).__name__)
