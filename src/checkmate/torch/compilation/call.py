@@ -149,14 +149,13 @@ class CompiledCalls:
             self._nothing_planned()
         elif places := self._untold([*self._skipped, *self._breaks]):
             # The share of the step's memory and time that is planned belongs here as soon as something measures it.
-            budget = self.options.budget
-            counts = (
-                f"what it allocates counts towards the budget of {budget}, but nothing of it is computed again to save memory"
-            )
+            budget, counts = self.options.budget, planned_nodes or coordinator().in_flight
             _log.warning(
-                "%s runs outside of every plan: %s. %s\nhint: %s",
-                "part of this call" if planned_nodes else "this call",
-                counts if planned_nodes else f"the budget of {budget} is not kept for it and others like it",
+                "%s. %s\nhint: %s",
+                f"part of this call runs outside of every plan: what it allocates counts towards the budget of {budget}, but "
+                "nothing of it is computed again to save memory"
+                if counts
+                else f"this call runs outside of every plan: the budget of {budget} is not kept for it and others like it",
                 listed(places),
                 hints(places),
             )

@@ -14,7 +14,7 @@ from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import format_bytes, parse_bytes
+from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.solvers.bounds.floor import floor
@@ -131,7 +131,14 @@ class GraphPlanner:
         # The other graphs of the step and eager code may free the outputs at once.
         part = msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
         if total is not None and floor(part).peak_bytes > total:
-            return planner_for(self.options)(part)  # refuses: this graph alone exceeds the budget
+            try:
+                return planner_for(self.options)(part)
+            except InfeasibleBudgetError as error:  # the bytes of the other graphs are not known
+                least = format_at_least(error.smallest_bytes or error.floor_bytes)
+                raise error.with_hint(
+                    f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
+                    'try a budget of "100%", or lower the batch size'
+                ) from None
         # This plan runs once or twice, and the number of graphs of the step is not known.
         limit_s = self.options.time_limit_s
         smallest = near_smallest(_in_forward(graph, early), 1.0 if limit_s is None else min(1.0, limit_s / 8), total)
