@@ -95,7 +95,7 @@ def by_backend(case: Any, plan: Any = None) -> tuple[Callable[[], Any], Any]:
     import torch
 
     from checkmate.torch.backend import compile_graph
-    from checkmate.torch.compilation.hooks import Hooks
+    from checkmate.torch.compilation.resident_account import Hooks
     from checkmate.torch.options import Options
 
     found: list[Any] = []

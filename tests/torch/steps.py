@@ -20,7 +20,7 @@ from checkmate import Problem, Result, Termination
 from checkmate.core.result import Reason
 from checkmate.solvers.session import Session
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Options
 from checkmate.torch.steps.program import GraphInterface

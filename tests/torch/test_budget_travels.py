@@ -18,7 +18,7 @@ from checkmate import Budget
 from checkmate.core.budget import fixed_bytes, keep_all_bytes
 from checkmate.core.graph import Graph
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.options import Options
 
 OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "estimated"}

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.options import Options
 from tests.torch.steps import ROOMY, Forgetful, recomputes
 

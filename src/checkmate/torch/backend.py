@@ -15,9 +15,9 @@ from checkmate.core.errors import CheckmateError, GraphError, OptionError, Wrong
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, aot_cache_disabled, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
-from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, RefusedCalls, counted
+from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, CompiledCalls, counted
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
@@ -82,13 +82,10 @@ _PARSED: deque[tuple[Mapping[str, Any], dict[str, Any], Options]] = deque(maxlen
 """Mappings of options from users, with a copy of their content and the parsed options."""
 
 
-def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
+def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | None:
     """Context for calls of a function compiled with this backend; None without a budget or a plan to keep."""
     keywords = {name: value for name, value in given.items() if name not in ("mode", "options")}
-    try:
-        options = _parsed(given.get("mode"), given.get("options"), keywords)
-    except CheckmateError as error:
-        return RefusedCalls(error)
+    options = _parsed(given.get("mode"), given.get("options"), keywords)
     return None if options.budget is None and options.plan is None else CompiledCalls(options)
 
 

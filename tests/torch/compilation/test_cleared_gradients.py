@@ -132,8 +132,8 @@ def test_gradients_of_eager_layers_count_once_whatever_step_made_them() -> None:
             assert 0 <= planned - peak <= 64
 
 
-def test_a_budget_that_is_far_too_small_is_not_tried_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a refusal proves to be lacking is more than gradients and outputs of the step before take, if those were freed."""
+def test_a_budget_that_is_far_too_small_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the gradients of the step before, and without them in the backward."""
     torch._dynamo.reset()
     coordinator().forget_steps()
     asked: list[bool] = []
@@ -145,4 +145,4 @@ def test_a_budget_that_is_far_too_small_is_not_tried_in_every_way(monkeypatch: p
     monkeypatch.setattr(known_steps, "plan_step", refuse)
     with pytest.raises(InfeasibleBudgetError, match="far too small"):
         Loop("60%")
-    assert len(asked) == 2  # beside what earlier steps left, and with nothing of it
+    assert len(asked) == 2

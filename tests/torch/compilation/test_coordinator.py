@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import checkmate.frontend.planner as planners
-from checkmate import InfeasibleBudgetError, Limits, MinBudget, PlanNotFoundError, Problem, Result
+from checkmate import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.units import parse_bytes
 from checkmate.frontend import plan_store
 from checkmate.torch import LateGradientError, measure_peak
@@ -147,31 +146,6 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     unbroken, planned = compiled(whole, budget=plan.result.budget_bytes, **QUICK)
     unbroken(x).backward()
     assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.03)
-
-
-def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches that take all the time they are given take no more than the limit together, however many graphs there are."""
-    given: list[float] = []
-    quick_peak, solve = planners.quick_peak, planners.solve
-
-    def quick(problem: Problem, limits: Limits) -> MinBudget:
-        assert limits.time_s is not None
-        given.append(limits.time_s)
-        return msgspec.structs.replace(quick_peak(problem), elapsed_s=limits.time_s)
-
-    def slow(problem: Problem, *rest: Any, limits: Limits, **named: Any) -> Result:
-        assert limits.time_s is not None
-        given.append(limits.time_s)
-        return solve(problem, *rest, limits=Limits(), **named)
-
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
-    monkeypatch.setattr(planners, "quick_peak", quick)
-    monkeypatch.setattr(planners, "solve", slow)
-    model, x = Broken(3), torch.randn(512, 64)
-    Ran(model, lambda run: run(x), "80%", steps=2)
-    assert len(given) == 4  # three graphs and the step
-    assert sum(given) == pytest.approx(QUICK["time_limit_s"])
-    assert given[-1] >= QUICK["time_limit_s"] / 2
 
 
 def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

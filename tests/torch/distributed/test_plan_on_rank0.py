@@ -8,8 +8,7 @@ import msgspec
 
 from checkmate import Graph, Op, Result, Value
 from checkmate.frontend.planner import keep_everything
-from checkmate.torch.distributed.consensus import RankError, Ranks
-from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.distributed.consensus import RankError, Ranks, plan_on_rank0
 from tests.torch.distributed.jobs import at_once
 
 
@@ -47,9 +46,7 @@ def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ra
     """The same plan cannot run both."""
     found = at_once(*[lambda r=r: plan_on_rank0(r, graph(size=16 + r.rank), "a budget of 1GiB", keep) for r in job(2)])
     assert all(isinstance(error, RankError) for error in found)
-    assert all(
-        "rank 0 and rank 1 traced different graphs: 2 ops that write 20 B and 2 ops that write 21 B" in str(e) for e in found
-    )
+    assert all("rank 0 and rank 1 traced different graphs" in str(error) for error in found)
 
 
 def test_different_budgets_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Sequence
@@ -100,8 +99,3 @@ def active_ddp(inputs: Sequence[Any]) -> DistributedDataParallel | None:
     mine = {id(t) for t in inputs}
     alive = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
     return next((each for each in alive if any(id(p) in mine for p in each.parameters())), None)
-
-
-def inside_ddp_forward(wrapped: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
-    """The context of ``DistributedDataParallel.forward``, without its collectives: for tracing on one rank alone."""
-    return wrapped._inside_ddp_forward()

@@ -8,29 +8,30 @@ graphs, while Dynamo compiles (from fake tensors), and elsewhere tell which ops 
 from __future__ import annotations
 
 import gc
+import linecache
 import logging
+import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
-from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dynamo import (
+    RECURRENT,
     CompileLog,
     TorchRuntimeError,
     autograd_nodes,
-    dynamo_config,
     recurrent_layers_outside,
     runs_eagerly_on_request,
     untraced,
     watch_compilations,
 )
-from checkmate.torch.compilation.skipped import Place, hints, listed, place
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -49,6 +50,60 @@ _KNOWN: tuple[tuple[str, type[CheckmateError], str, str], ...] = (
     ("consumed? grad_fn", OptionError, _BACKWARD, "return the loss alone"),
 )
 """Patterns in the text of errors of Dynamo whose cause in the user's code is known, with the error, the sentence and the hint."""
+
+
+_LIMIT = "Dynamo recompile limit exceeded"
+
+# By the beginning of Dynamo's reason. The figures of the first are of torch 2.13 on one core of a CPU, with 32 time steps.
+_HINTS = {
+    RECURRENT: (
+        "set torch._dynamo.config.allow_rnn = True to plan the layer as well: it is then traced time step by time step (32 steps "
+        "of one layer: 5 to 7 s to the first step, and each step takes 5 to 8 times as long)"
+    ),
+    "Unsupported Tensor.item()": (
+        "keep the value a tensor (torch.where in place of `if`), move the call out of the loop or out of what is compiled, or, "
+        "if nothing branches on the number, set torch._dynamo.config.capture_scalar_outputs = True"
+    ),
+    "Data-dependent branching": (
+        "replace the branch on a tensor's value by torch.where or torch.cond, or compile only the modules around it "
+        "(of a mixture of experts, each expert)"
+    ),
+    "Dynamic shape operator": (
+        "select a fixed number of elements (torch.topk, torch.where, a fixed capacity for each expert), or compile only the "
+        "modules around it"
+    ),
+    "Failed to trace builtin operator": "move the call out of what is compiled, or at least out of the loop",
+    "Skip inlining `torch.compiler.disable()`d function": "remove torch.compiler.disable, if Dynamo can trace the function",
+    _LIMIT: (
+        "use torch.compile(..., dynamic=True) or torch._dynamo.mark_dynamic(x, dim, min=2, max=...) for one plan for all sizes "
+        "up to the largest; pad to a few lengths; or raise torch._dynamo.config.recompile_limit"
+    ),
+}
+_OTHERWISE = "set TORCH_LOGS=graph_breaks to see all such places; torch.compile(..., fullgraph=True) stops at the first"
+
+
+class Place(NamedTuple):
+    """A line of the user's code at which Dynamo stopped: ops run outside of every graph."""
+
+    function: str  # name of the function
+    file: str
+    line: int
+    reason: str  # the first line of Dynamo's reason
+
+    def __str__(self) -> str:
+        """Function, file and line, the code of the line, and the reason."""
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{self.where}{f', `{code[:60]}`' if code else ''}: {self.reason}"
+
+    @property
+    def where(self) -> str:
+        """Function, file and line."""
+        return f"`{self.function}` ({_shortest(self.file)}:{self.line})" if self.file else "a function"
+
+    @property
+    def hint(self) -> str:
+        """An action of the user."""
+        return next((hint for begin, hint in _HINTS.items() if self.reason.startswith(begin)), _OTHERWISE)
 
 
 class NothingPlannedError(CheckmateError, RuntimeError):
@@ -87,20 +142,20 @@ class CompiledCalls:
     def judge(self, planned_nodes: int, other_nodes: int) -> None:
         """Tell the user of ops that a call ran outside of every planned graph."""
         self.planned = self.planned or planned_nodes > 0
-        limited = [p for p in self._skipped if p.by_limit]
         if not other_nodes:  # graph breaks that leave out no differentiable op: all of these ops are planned
             if planned_nodes and (places := self._untold(self._breaks)):
                 _log.info("this call is planned in several graphs. %s", listed(places))
         elif not self.planned and not coordinator().in_flight:  # else it is eager code in a step of other functions
             self._nothing_planned()
-        elif not planned_nodes and limited:
-            self._limit_reached(self._untold(limited))
         elif places := self._untold([*self._skipped, *self._breaks]):
             # The share of the step's memory and time that is planned belongs here as soon as something measures it.
+            budget, counts = self.options.budget, planned_nodes or coordinator().in_flight
             _log.warning(
-                "part of this call runs outside of every plan: what it allocates counts towards the budget of %s, but nothing "
-                "of it is computed again to save memory. %s\nhint: %s",
-                self.options.budget,
+                "%s. %s\nhint: %s",
+                f"part of this call runs outside of every plan: what it allocates counts towards the budget of {budget}, but "
+                "nothing of it is computed again to save memory"
+                if counts
+                else f"this call runs outside of every plan: the budget of {budget} is not kept for it and others like it",
                 listed(places),
                 hints(places),
             )
@@ -122,44 +177,10 @@ class CompiledCalls:
         if self._untold(places or [Place("", "", 0, "")]):
             _log.warning("%s\nhint: %s", message, hint)
 
-    def _limit_reached(self, places: list[Place]) -> None:
-        if not places:
-            return
-        most_bytes = coordinator().steps.keep_all_bytes
-        _log.warning(
-            "this call and others like it run without a plan, so that the budget of %s is not kept%s: %s was compiled %d times, "
-            "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
-            "hint: %s",
-            self.options.budget,
-            f", and up to {format_bytes(most_bytes)} are taken" if most_bytes else "",
-            " and ".join(p.where for p in places),
-            dynamo_config.recompile_limit,
-            hints(places),
-        )
-
 
 def _users(places: Iterable[Place]) -> list[Place]:
     """The places, without those of hooks that FSDP and DistributedDataParallel run between graphs."""
     return [p for p in places if "/torch/distributed/" not in p.file.replace("\\", "/")]
-
-
-class RefusedCalls:
-    """The calls of a function with options that the backend refuses: if Dynamo makes no graph, it does not call the backend."""
-
-    def __init__(self, error: CheckmateError) -> None:
-        self._error = error
-
-    def __call__(self) -> RefusedCalls:
-        """The context of one call."""
-        return self
-
-    def __enter__(self) -> None:
-        """Let the call run: Dynamo restores its state only after the call."""
-
-    def __exit__(self, *_: object) -> None:
-        """Raise the error, unless the backend has raised it."""
-        if not isinstance(sys.exception(), CheckmateError):
-            raise self._error
 
 
 class Call:
@@ -264,3 +285,26 @@ def in_words(error: BaseException | None) -> CheckmateError | None:
         if found is not None:
             return kind(found.expand(sentence), hint=hint)
     return None
+
+
+def place(function: str, file: str, line: int, reason: str) -> Place:
+    """A place, with the first line of Dynamo's reason."""
+    return Place(function, file, line, RECURRENT if RECURRENT in reason else next(iter(reason.strip().splitlines()), "no reason"))
+
+
+def listed(places: Sequence[Place], most: int = 5) -> str:
+    """The places in words."""
+    more = f"; and {len(places) - most} more" if len(places) > most else ""
+    return "; ".join(map(str, places[:most])) + more
+
+
+def hints(places: Iterable[Place]) -> str:
+    """Actions for all of the places."""
+    found = dict.fromkeys(p.hint for p in places)
+    specific = [hint for hint in found if hint != _OTHERWISE]
+    return "; ".join(specific or found)
+
+
+def _shortest(file: str) -> str:
+    path, here = Path(file), Path(os.getcwd())  # noqa: PTH109 - Path.cwd() has the same meaning
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file

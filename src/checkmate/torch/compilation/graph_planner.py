@@ -1,41 +1,46 @@
-"""The plan of one captured graph within the budget: of a whole step, of a part of one, or of an evaluation."""
+"""Second step of a compilation: the plan of a captured graph, which is a whole step, a part of one, or an evaluation."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Set
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Set
+from dataclasses import replace
 
 import msgspec
+from torch import fx
 
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
-from checkmate.frontend.counted_memory import counted_bytes
-from checkmate.frontend.options import PlanningOptions
+from checkmate.core.units import format_at_least, format_bytes, parse_bytes
+from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.solve import unit_question
-from checkmate.studies.larger_step import plan_of_larger
+from checkmate.studies.larger_step import plan_of_larger, remember
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
+from checkmate.torch.compilation.resident_account import Hooks, ResidentAccount
+from checkmate.torch.distributed.consensus import Ranks, plan_on_rank0
+from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
+from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.program import StepAllotment
 
 _log = logging.getLogger("checkmate.torch")
+Recapture = Callable[[fx.GraphModule], Capture]
+Plan = Callable[[Capture, Recapture], tuple[Capture, Result]]
 
 
-@dataclass(slots=True)
 class GraphPlanner:
-    """Plans the graphs of one compilation."""
+    """Plans the captures of one Dynamo graph, for all ranks that plan together."""
 
-    options: PlanningOptions  # with the memory that counts against the budget on the device
-    host: Amount | None = None  # the option of that name
-    device: Any = None  # its copies to the host are measured; None unless the graph is a whole step on one device
-    searched_s: float = 0.0  # of the newest search for a plan of nearly the smallest peak
+    def __init__(self, options: Options, account: ResidentAccount, hooks: Hooks, ranks: Ranks | None) -> None:
+        self._all, self._account, self._hooks, self.ranks = options, account, hooks, ranks
+        self.options = replace(options.planning, counted=account.counted)
 
     @property
     def keeps_everything(self) -> bool:
@@ -56,97 +61,158 @@ class GraphPlanner:
     def room(self, graph: Graph) -> int:
         """Bytes that the budget leaves for measurements, next to live tensors and graphs in flight."""
         assert self.options.budget is not None
+        held_bytes = coordinator().held_bytes()
         # A share is taken of all graphs of the step that are known so far.
-        keep_all = keep_all_bytes(graph) + coordinator().keep_all_saved_bytes()
+        keep_all = keep_all_bytes(graph) + held_bytes
         budget_bytes = self.options.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)
-        return budget_bytes - graph.resident_bytes - coordinator().held_bytes()
+        return budget_bytes - graph.resident_bytes - held_bytes
 
-    def plan(self, graph: Graph, early: Set[int] = frozenset()) -> Result:
-        """A plan for the budget if the graph is a step by itself; else a plan of nearly the smallest peak, or keeping all.
-
-        Some ops may be computed ``early`` only, in the forward; see `reads_of_overwritable`.
-        """
-        given, budget = self.options.plan, self.options.budget
-        if self.host is not None or (given is not None and given.host is not None):
-            return self._plan_with_host(graph)
-        if self.is_alone(graph):
-            known = plan_of_larger(budget, graph, self.options.counted) if given is None else None
-            return planner_for(self.options)(graph) if known is None else known
-        assert budget is not None
-        if self.keeps_everything:
-            return result_of_order(graph, range(len(graph.ops)))
-        total = budget.total_bytes
-        if total is not None and floor(part := part_of_a_step(graph)).peak_bytes > total:
-            return self._refused(part, budget)
-        smallest = near_smallest(_in_forward(graph, early), self._time_s(), total)
-        self.searched_s = smallest.elapsed_s
-        return result_of_order(graph, smallest.plan.order)
-
-    def plan_within(self, graph: Graph, budget: Budget, budget_bytes: int, time_s: float | None) -> Result:
-        """A plan of a graph with regions in pieces, for a budget of known bytes."""
+    def plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
+        """The plan of a capture, and the capture that was planned: with regions in pieces, or figures that ranks agreed on."""
+        step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+        if self._hooks.captured is not None:
+            self._hooks.captured(step)
+        budget = self.options.budget
+        if not self.is_alone(capture.graph):
+            if self.chunks is not None and not self.keeps_everything:
+                capture = with_smallest_peak(step, self.chunks, budget.total_bytes if budget else None).captured
+            early = self._account.early_ops(capture)
+            graph, result = self.agreed(capture.graph, lambda graph: self._plan_of_part(graph, early))
+            return replace(capture, graph=graph), result
         try:
-            return planner_for(replace(self.options, budget=budget, time_limit_s=time_s))(graph)
-        except PlanNotFoundError:
-            # The search for the smallest peak, which chooses the regions, finds plans that this one misses.
-            least = near_smallest(graph, 1.0, budget_bytes)
-            if counted_bytes(graph, least, self.options.counted) > budget_bytes:
-                raise
-            return msgspec.structs.replace(least, budget_bytes=budget_bytes)
+            planned, result = self._in_pieces(step) or self._whole(capture)
+        except InfeasibleBudgetError as error:
+            # If tensors that stay to the end set the floor, no op is too large.
+            if error.binding_op and self._all.chunking != "auto" and (offered := self._chunkable(exact=False)) is not None:
+                raise with_offer(error, step, offered) from None
+            raise
+        remember(budget, capture.graph, result, whole=planned.joint is capture.joint)
+        return planned, result
 
-    def _time_s(self) -> float:
-        """Seconds of a search for the plan of a graph of an unknown step: this plan runs once or twice.
+    def agreed(self, graph: Graph, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
+        """The plan of a graph. If several ranks plan together, rank 0 makes it for all of them, from figures they agree on."""
+        if self.ranks is None:
+            return graph, plan(graph)
+        return plan_on_rank0(self.ranks, graph, f"a budget of {self.options.budget}", plan)
 
-        The searches for all graphs of a step together have half of the time limit, and the next search has a quarter of the rest
-        of that half, since the number of graphs is not known.
-        """
-        limit_s = self.options.time_limit_s
-        if limit_s is None:
-            return 1.0
-        return min(1.0, max(0.005 * limit_s, (limit_s / 2 - coordinator().searched_s()) / 4))
+    def _whole(self, capture: Capture) -> tuple[Capture, Result]:
+        """The plan of a whole step."""
+        given = self.options.plan
+        copies = self._all.host is not None or (given is not None and given.host is not None)
+        graph, result = self.agreed(capture.graph, self._plan_with_copies if copies else self._plan_within_budget)
+        return replace(capture, graph=graph), result
 
-    def _plan_with_host(self, graph: Graph) -> Result:
+    def _plan_within_budget(self, graph: Graph) -> Result:
+        known = plan_of_larger(self.options.budget, graph, self.options.counted) if self.options.plan is None else None
+        return planner_for(self.options)(graph) if known is None else known
+
+    def _plan_with_copies(self, graph: Graph) -> Result:
         """A plan with copies to the host, in whole steps only."""
-        if self.device is None:
+        if not self._hooks.whole or self.ranks is not None:
             raise OptionError(
                 "host needs a whole step on one device: which values are away is not known to another graph or another rank",
                 hint="use checkmate.torch.compile(model, loss, optimizer, example=..., budget=..., host=...), or leave out host",
             )
         if self.options.plan is not None:
             return GivenPlan(self.options.plan, self.options.budget, copies=True)(graph)
-        host = measured_host(self.device, parse_bytes(self.host or 0))
+        host = measured_host(self._account.device, parse_bytes(self._all.host or 0))
         return planner_for(replace(self.options, counted=None, host=host))(graph)
 
-    def _refused(self, graph: Graph, budget: Budget) -> Result:
-        """Refuse a budget that one of several graphs of a step exceeds by itself; the bytes of the others are not known."""
-        try:
-            return planner_for(self.options)(graph)
-        except InfeasibleBudgetError as error:
-            least = format_at_least(error.smallest_bytes or error.floor_bytes)
-            asked = unit_question(budget, error.budget_bytes, error.smallest_bytes or 0)
-            raise error.with_hint(
-                f"{asked}this graph alone needs at least {least}, and the step may need more, which is known when it has run "
-                'once: try a budget of "100%", or lower the batch size'
-            ) from None
+    def _plan_of_part(self, graph: Graph, early: Set[int]) -> Result:
+        """A plan of nearly the smallest peak for one of several graphs of a step, or keeping all.
 
-    def plan_evaluation(self, graph: Graph, budget: Budget) -> Result:
-        """A plan within a budget, or a plan of nearly the smallest peak with a warning."""
-        if keep_all_bytes(graph) <= budget.resolve(graph):
-            return keep_everything(graph)
-        try:
-            return planner_for(replace(self.options, budget=budget))(graph)
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            smallest = near_smallest(graph, 1.0)
-        _log.warning(
-            "a call without gradients takes up to %s, more than its budget of %s",
-            format_bytes(smallest.peak_bytes),
-            self.options.budget,
-        )
-        return smallest
+        Some ops may be computed ``early`` only, in the forward; see `reads_of_overwritable`.
+        """
+        if self._all.host is not None:
+            return self._plan_with_copies(graph)
+        if self.keeps_everything:
+            return result_of_order(graph, range(len(graph.ops)))
+        total = self.options.budget.total_bytes if self.options.budget is not None else None
+        # The other graphs of the step and eager code may free the outputs at once.
+        part = msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
+        if total is not None and floor(part).peak_bytes > total:
+            try:
+                return planner_for(self.options)(part)
+            except InfeasibleBudgetError as error:  # the bytes of the other graphs are not known
+                least = format_at_least(error.smallest_bytes or error.floor_bytes)
+                raise error.with_hint(
+                    f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
+                    'try a budget of "100%", or lower the batch size'
+                ) from None
+        # This plan runs once or twice, and the number of graphs of the step is not known.
+        limit_s = self.options.time_limit_s
+        smallest = near_smallest(_in_forward(graph, early), 1.0 if limit_s is None else min(1.0, limit_s / 8), total)
+        return result_of_order(graph, smallest.plan.order)
 
+    @functools.cached_property
+    def chunks(self) -> Chunks | None:
+        """The ops that may run piece by piece, if there is a budget to keep; None if none may."""
+        return None if self._all.chunking == "off" else self._chunkable(exact=self._all.chunking == "exact")
 
-def part_of_a_step(graph: Graph) -> Graph:
-    """A graph that does not hold its outputs: the other graphs of a step and eager code may free them at once."""
-    return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
+    def _chunkable(self, *, exact: bool) -> Chunks | None:
+        options, allows = self._all, self._allowed_in_pieces()
+        eager = options.compiler == "eager" and options.host is None and options.budget_of != "reserved"
+        return None if options.budget is None or not eager or allows is None else Chunks(exact, allows)
+
+    @property
+    def in_pieces(self) -> Callable[[fx.Node], bool] | None:
+        """The ops that run piece by piece under Inductor, in regions that compute nothing twice; None if none may."""
+        return self._allowed_in_pieces() if self._all.chunking == "auto" else None
+
+    def _allowed_in_pieces(self) -> Callable[[fx.Node], bool] | None:
+        if self.ranks is not None or self._all.checkpoints != "hints" or self._all.plan is not None:
+            return None
+        excluded = frozenset(self._all.no_recompute)
+        return lambda op: excluded.isdisjoint(op_names(op))
+
+    def _in_pieces(self, step: ChunkableStep[Capture]) -> tuple[Capture, Result] | None:
+        """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain."""
+        options, budget = self.options, self.options.budget
+        if self.chunks is None or budget is None or budget.keeps_everything:
+            return None
+        known = plan_of_larger(budget, step.whole.graph, options.counted)
+        if known is not None:
+            return step.whole, known
+        budget_bytes = resolved_budget(budget, step.whole.graph, options.counted)
+        within = replace(options, budget=budget.with_total(budget_bytes, step.whole.graph))
+
+        def solve(capture: Capture, time_s: float | None) -> Result:
+            try:
+                return planner_for(replace(within, time_limit_s=time_s))(capture.graph)
+            except PlanNotFoundError:
+                # The search for the smallest peak, which chooses the regions, finds plans that this one misses.
+                least = near_smallest(capture.graph, 1.0, budget_bytes)
+                if counted_bytes(capture.graph, least, options.counted) > budget_bytes:
+                    raise
+                return msgspec.structs.replace(least, budget_bytes=budget_bytes)
+
+        return choose_chunks(step, self.chunks, budget_bytes, options.time_limit_s, solve)
+
+    def evaluation(self, budget: Budget, measured: Costs, estimated: Costs) -> tuple[Costs, Plan]:
+        """The costs and the plan of a graph without a backward: keeping everything, or nearly the smallest peak.
+
+        Estimated workspace may be too large: a graph that seems to exceed the budget is measured.
+        """
+        costs = estimated
+
+        def plan(capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
+            nonlocal costs
+            budget_bytes = budget.resolve(capture.graph)
+            if keep_all_bytes(capture.graph) > budget_bytes:
+                costs = measured
+                capture = recapture(capture.joint)
+            if keep_all_bytes(capture.graph) <= budget_bytes:
+                return capture, keep_everything(capture.graph)
+            smallest = near_smallest(capture.graph, 1.0, budget_bytes)
+            if smallest.peak_bytes > budget_bytes:
+                _log.warning(
+                    "a call without gradients takes up to %s, more than its budget of %s",
+                    format_bytes(smallest.peak_bytes),
+                    self.options.budget,
+                )
+            return capture, smallest
+
+        return lambda nodes: costs(nodes), plan
 
 
 def _in_forward(graph: Graph, single: Set[int]) -> Graph:

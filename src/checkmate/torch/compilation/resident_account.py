@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from checkmate.core.budget import ResidentMemory
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.torch.compilation.hooks import Hooks
+from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.distributed.wrappers import wrapper_memory
+from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
-from checkmate.torch.steps.program import weakly
+from checkmate.torch.steps.program import GraphInterface, weakly
 
 _log = logging.getLogger("checkmate.torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Callbacks and settings of a compilation."""
+
+    captured: Callable[[ChunkableStep[Capture]], NoReturn] | None = None  # called in place of planning, and ends the compilation
+    planned: Callable[[GraphInterface, Result], None] = lambda interface, result: None  # called before anything runs
+    before_forward: Callable[[], None] | None = None  # called before every run of a compiled forward; may raise
+    inference: bool = True  # whether graphs without gradients are compiled; they are refused otherwise
+    whole: bool = False  # whether the graph is a whole step, with the backward and the updates
+    returned_bytes: int = 0  # bytes of the live results of the last run of a whole step
+    target: EmulatedDevice | None = None  # the device to plan for; by default the one at hand
 
 
 class ResidentAccount:

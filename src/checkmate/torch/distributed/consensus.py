@@ -19,6 +19,10 @@ Why not ``torch.distributed.gather_object`` over a gloo group, in 20 lines? Thre
   deadlock or mix up data. Reads and writes of a store are independent of collectives.
 - A rank that fails before a decision never enters the collective, and the others wait for it. Here it writes its failure to
   the store, where they find it.
+
+A plan is one decision (`plan_on_rank0`), from the largest memory figures of all ranks. Each rank could plan alone from the same
+figures, but a search with a time limit ends differently on every machine, and ranks with different plans wait for the slowest in
+every collective (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ import msgspec
 import torch.distributed as dist
 
 from checkmate.core.errors import CheckmateError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.graph import Graph
+from checkmate.core.result import Result
 from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
 
@@ -53,7 +60,7 @@ class _Message(msgspec.Struct, frozen=True):
 
     body: bytes = b""
     topic: str = ""  # the decision that the message is for, in words
-    error: str = ""  # reason why the sender cannot take part; "" if it can
+    error: str = ""  # reason why the sender or another rank cannot take part; "" if it can
     hint: str = ""  # remedy for the user
 
 
@@ -84,6 +91,7 @@ class Ranks:
             return self._lead(at, topic, mine, decider) if self.rank == 0 else self._follow(at, topic, mine)
         except BaseException as error:
             self._broadcast_error = error
+            self._send_failure(at, error)
             raise
 
     def broadcast_failure(self, error: BaseException) -> None:
@@ -105,22 +113,16 @@ class Ranks:
             self._store().set(f"forwards/{self.rank}", str(self._forwards))
 
     def _lead(self, at: int, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        try:
-            gathered = [mine]
-            for rank in range(1, self.count):
-                message = self._receive(f"{at}/{rank}", rank, topic)
-                if message.error:
-                    raise RankError(f"rank {rank} stops: {message.error}", hint=message.hint)
-                if message.topic != topic:
-                    raise RankError(
-                        f"rank 0 decides on {topic} and rank {rank} on {message.topic}: they do not run the same step",
-                        hint="make every rank call the same compiled functions, in the same order",
-                    )
-                gathered.append(message.body)
-            body = decider(gathered)
-        except BaseException as error:
-            self._send_failure(at, error)
-            raise
+        gathered = [mine]
+        for rank in range(1, self.count):
+            message = self._receive(f"{at}/{rank}", rank, topic)
+            if message.topic != topic:
+                raise RankError(
+                    f"rank 0 decides on {topic} and rank {rank} on {message.topic}: they do not run the same step",
+                    hint="make every rank call the same compiled functions, in the same order",
+                )
+            gathered.append(message.body)
+        body = decider(gathered)
         self._send(f"{at}/answer", _Message(body))
         if at:  # a rank that wrote a message of this decision has read the answer to the previous one
             for key in (f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
@@ -128,25 +130,19 @@ class Ranks:
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
-        try:
-            self._send(f"{at}/{self.rank}", _Message(mine, topic))
-            answer = self._receive(f"{at}/answer", 0, topic)
-        except BaseException as error:
-            self._send_failure(at, error)
-            raise
-        if answer.error:
-            raise RankError(answer.error if answer.topic else f"rank 0 stops: {answer.error}", hint=answer.hint)
-        return answer.body
+        self._send(f"{at}/{self.rank}", _Message(mine, topic))
+        return self._receive(f"{at}/answer", 0, topic).body
 
     def _send_failure(self, at: int, error: BaseException) -> None:
-        known = isinstance(error, CheckmateError)
-        text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        # A topic marks a text that already names the rank at fault, like every RankError.
-        topic = "rank" if isinstance(error, RankError) else ""
+        """Write a failure in place of a message, as long as the store answers."""
         if isinstance(error.__cause__, _SilentStoreError):
             return
+        known = isinstance(error, CheckmateError)
+        text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        if not isinstance(error, RankError):  # which names the rank at fault
+            text = f"rank {self.rank} stops: {text}"
         with suppress(RuntimeError):
-            self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
+            self._send(f"{at}/{self.rank or 'answer'}", _Message(error=text, hint=error.hint if known else ""))
 
     def _send(self, key: str, message: _Message) -> None:
         content = msgspec.msgpack.encode(message)
@@ -156,16 +152,14 @@ class Ranks:
         """Poll for the message of a rank; fail if the rank is ahead, because its message will not come."""
         store = self._store()
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
-        began = looked = time.monotonic()
+        began = time.monotonic()
         ahead_since: float | None = None
         pause_s = 0.001  # short at first, as most messages are already there
         try:
             while not (message := self._asked(lambda: store.get(key) if store.check([key]) else b"")):
                 now = time.monotonic()
-                if now - looked > min(0.5, self._grace_s / 4, timeout.total_seconds() / 4):  # a look is a round trip to the store
-                    looked = now
-                    ahead = self._asked(lambda: self._is_ahead(store, rank))
-                    ahead_since = (ahead_since or now) if ahead else None
+                ahead = self._asked(lambda: self._is_ahead(store, rank))
+                ahead_since = (ahead_since or now) if ahead else None
                 if ahead_since is not None and now - ahead_since > self._grace_s:
                     raise RankError(
                         f"rank {self.rank} has to compile a graph, and rank {rank} runs on without: their batches differ in "
@@ -181,11 +175,14 @@ class Ranks:
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)  # 20 polls a second and rank are no load for the store
-            return _READ_MESSAGE.decode(message)
         except dist.DistError as error:
             raise RankError(
                 f"the connection between the ranks is lost: {error}", hint="look for an error in the log of rank 0"
             ) from error
+        found = _READ_MESSAGE.decode(message)
+        if found.error:
+            raise RankError(found.error, hint=found.hint)
+        return found
 
     def _is_ahead(self, store: dist.Store, rank: int) -> bool:
         """Whether a rank has run more planned forwards than this rank: also the forward that this rank has to compile."""
@@ -248,3 +245,79 @@ def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
         if ranks is not None:
             ranks.broadcast_failure(error)
         raise
+
+
+class _RankMemory(msgspec.Struct, frozen=True):
+    """Figures that may differ between ranks although they traced the same graph."""
+
+    workspace_bytes: tuple[int, ...]  # workspace of each op. Shape ``[op]``
+    resident_bytes: int
+    recomputable: tuple[bool, ...]  # whether each op may be computed again; tested for custom ops. Shape ``[op]``
+
+    def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
+        """The graph with these memory figures and costs."""
+        ops = tuple(
+            msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost, recomputable=recomputable)
+            for op, workspace, recomputable, cost in zip(graph.ops, self.workspace_bytes, self.recomputable, costs, strict=True)
+        )
+        return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.resident_bytes)
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """Message of a rank: the digest of its graph without memory and costs, its objective and memory figures."""
+
+    digest: str
+    objective: str
+    memory: _RankMemory
+
+
+_READ_REQUEST = msgspec.msgpack.Decoder(_Request)
+_READ_ANSWER = msgspec.msgpack.Decoder(tuple[_RankMemory, tuple[int, ...], Result])
+
+
+def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
+    """Plan, on rank 0, a graph that every rank has traced.
+
+    The objective is the request in words, for example "a budget of 8GiB"; it must be equal on all ranks. The plan is for the
+    returned graph: with the costs of rank 0, and the largest workspace and resident bytes of any rank.
+    """
+    memory = _RankMemory(
+        tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes, tuple(op.recomputable for op in graph.ops)
+    )
+    none = (0,) * len(graph.ops)
+    shape = _RankMemory(none, 0, (False,) * len(graph.ops)).applied_to(graph, none)
+    request = _Request(shape.digest, objective, memory)
+
+    def decide(gathered: Sequence[bytes]) -> bytes:
+        requests = [_READ_REQUEST.decode(each) for each in gathered]
+        _refuse_different(requests)
+        most = _RankMemory(
+            tuple(map(max, *(a.memory.workspace_bytes for a in requests))),
+            max(a.memory.resident_bytes for a in requests),
+            tuple(map(all, zip(*(a.memory.recomputable for a in requests), strict=True))),
+        )
+        costs = tuple(op.cost for op in graph.ops)
+        return msgspec.msgpack.encode((most, costs, plan(most.applied_to(graph, costs))))
+
+    body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(request), decide)
+    most, costs, result = _READ_ANSWER.decode(body)
+    agreed = most.applied_to(graph, costs)
+    evaluate(agreed, result.plan)  # checks digest, validity and both accounts of memory on every rank
+    return agreed, result
+
+
+def _refuse_different(requests: Sequence[_Request]) -> None:
+    first = requests[0]
+    for rank, request in enumerate(requests):
+        if request.objective != first.objective:
+            raise RankError(
+                f"rank 0 asks for {first.objective} and rank {rank} for {request.objective}",
+                hint="give every rank the same options",
+            )
+        if request.digest != first.digest:
+            raise RankError(
+                f"rank 0 and rank {rank} traced different graphs",
+                hint="give every rank batches of the same shape (drop_last=True, padding), or mark the dimension as dynamic: "
+                "torch._dynamo.mark_dynamic(x, dim, min=2, max=...); where ranks differ on purpose, as in a pipeline, plan on "
+                "each rank separately with the option ranks='alone'",
+            )

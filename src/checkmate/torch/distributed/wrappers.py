@@ -6,13 +6,13 @@ count at compile time differs from the count at run time (docs/decisions/0007).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from checkmate.torch._compat.distributed import DistributedDataParallel, FSDPGroup, active_ddp, fsdp_groups
+from checkmate.torch._compat.distributed import FSDPGroup, active_ddp, fsdp_groups
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 
@@ -50,34 +50,6 @@ def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMe
 def fsdp_unsharded_bytes() -> dict[int, int]:
     """Storage key to bytes of every parameter that ``fully_shard`` gathers before use and frees afterwards."""
     return {key: size for group in fsdp_groups() for key, size in group.storages.items()}
-
-
-def run_inside_ddp(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a program in the place of the module inside a `DistributedDataParallel`.
-
-    DDP does for the program the same as for its module: it broadcasts buffers before the forward, and its hooks average
-    gradients in the backward.
-    """
-    program = _Program(run)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        module = wrapped.module
-        wrapped.module = program
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            wrapped.module = module
-
-    return forward
-
-
-class _Program(torch.nn.Module):
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
 
 
 def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:

@@ -132,7 +132,7 @@ class _Trials:
         self._task = dataclasses.replace(
             compilation.task,
             costs=with_fused_pieces(compilation.task.costs),
-            plan=functools.partial(_plan, self.search, compilation.request.in_pieces),
+            plan=functools.partial(_plan, self.search, compilation.planner.in_pieces),
         )
 
     def compile(self) -> CompiledGraph:

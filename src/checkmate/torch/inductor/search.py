@@ -81,7 +81,7 @@ class CalibratedSearch:
 
         ``trailing`` has the ops that reduce trailing dimensions. A step must trace to the same graph at every compilation.
         """
-        graph, result = self._compilation.request.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
+        graph, result = self._compilation.planner.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:  # rank 0 chose the order of the trial
             if not self._digest:
                 self._contract(graph, trailing)

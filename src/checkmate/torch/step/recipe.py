@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
-from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
+from checkmate.torch._compat.distributed import DistributedDataParallel, uses_fsdp
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.arguments import Example, Loss, validate_arguments
@@ -208,16 +207,11 @@ class StepSpec:
     forward: Program  # model and loss alone
     finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
     updates: Updates | None = None  # in the program; None if the step is not whole
-    wrapped: DistributedDataParallel | None = None  # the module around the model
 
     @property
     def whole(self) -> bool:
         """Whether the optimizer's updates are in the program."""
         return self.updates is not None
-
-    def tracing_context(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the program is traced as inside a forward of ``wrapped``, without communication between ranks."""
-        return contextlib.nullcontext() if self.wrapped is None else inside_ddp_forward(self.wrapped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +235,8 @@ class StepRecipe:
         """The step, whole if possible; refused if it has to be whole and cannot."""
         self._check()
         optimizer = self.optimizer
-        wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
-        model: torch.nn.Module = self.model if wrapped is None else wrapped.module
-        forward = self._cast(forward_program(model, self.loss, outputs=self.outputs == "held"))
-        reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
-        if wrapped is not None:
-            reason = "DistributedDataParallel averages gradients in hooks of the backward"
+        forward = self._cast(forward_program(self.model, self.loss, outputs=self.outputs == "held"))
+        reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, self.model)
         if self.whole is False:
             reason = "whole=False"
         if optimizer is not None and reason is None:
@@ -263,7 +253,7 @@ class StepRecipe:
             )
         if optimizer is not None and self.whole is None:
             _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
-        return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm), wrapped=wrapped)
+        return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm))
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, called with the example; a plain loop compiles it."""
@@ -287,11 +277,12 @@ class StepRecipe:
         clip_norm = self.clip_norm
         if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
             raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
-        if uses_fsdp(self.model):
+        if isinstance(self.model, DistributedDataParallel) or uses_fsdp(self.model):
             raise OptionError(
-                "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
-                hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graph of each "
-                "module",
+                "DistributedDataParallel and fully_shard exchange gradients and parameters between graphs, so that no one graph "
+                "is the step",
+                hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graphs of a plain "
+                "loop; or give model.module for a forecast",
             )
 
 

@@ -27,7 +27,6 @@ from checkmate.frontend.options import CostSource, takes_options
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.device_memory import state_bytes
@@ -47,7 +46,6 @@ class _Compiled:
     """The graphs that a step was compiled for. PyTorch keeps a backend for ever, and therefore no backend may hold the model."""
 
     planned: list[tuple[Graph, Result]] = field(default_factory=list)
-    shapes: list[tuple[Any, ...]] = field(default_factory=list)  # sizes of the inputs of each
     returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # storages that the last run returned
 
     def returned_bytes(self) -> int:
@@ -58,8 +56,7 @@ class _Compiled:
         """Note a plan; log it if it is not the first one."""
         if self.planned:
             peak = format_bytes(result.peak_bytes)
-            what = "the step was compiled again" if self.shapes[-1] in self.shapes[:-1] else "a new shape was compiled"
-            _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
+            _log.warning("the step was compiled again and planned in %.1f s: peak %s", result.elapsed_s, peak)
         self.planned.append((interface.graph, result))
 
 
@@ -86,19 +83,16 @@ class Step:
         self._layout = BatchLayout.of(recipe.example)
         self._compiled = compiled = _Compiled()
         given = options.plan
-        with stop_after_capture() as stop, spec.tracing_context():
+        with stop_after_capture() as stop:
             hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 # A given plan is for the example's shape; other shapes are planned.
                 now = replace(options, plan=given if not compiled.planned else None)
-                compiled.shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
                 return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
             run_as_one_graph(self._run, spec, recipe.example)
-        if spec.wrapped is not None:
-            self._run = run_inside_ddp(spec.wrapped, self._run)
         self.graph, self.result = compiled.planned[0]
         self.plan = self.result.plan
 

@@ -82,7 +82,7 @@ def stop_after_capture() -> Iterator[CaptureStop]:
 def trace_step(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> ChunkableStep[Capture]:
     """The capture of a step for a device, by default the current one; nothing runs."""
     rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
-    with stop_after_capture() as stop, spec.tracing_context(), rules:
+    with stop_after_capture() as stop, rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
         backend = functools.partial(compile_graph, options=options, hooks=hooks)
         run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), spec, batch)

@@ -33,11 +33,11 @@ from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
 from checkmate.torch.graph.storages import current_bytes, leaves, storage_bytes, storage_key, strided_parts
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.accumulation import Accumulation
-from checkmate.torch.steps.announcements import Announcements, StepNow, held_in_flight
+from checkmate.torch.steps.announcements import Announcements, held_in_flight
 from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
-from checkmate.torch.steps.recorder import PendingBackward, StepRecorder
+from checkmate.torch.steps.recorder import Run, StepRecorder
 from checkmate.torch.steps.state import StateMachine, StepEvent, StepState
 from checkmate.torch.steps.step_plan import StepPlan
 
@@ -53,13 +53,13 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._machine = StateMachine()
-        self._pending: list[PendingBackward] = []  # in the order of their forwards
+        self._pending: list[Run] = []  # forwards that wait for their backwards, in order
         self._recorder = StepRecorder(self._machine)
         self.steps = KnownSteps()
         self._plan: StepPlan | None = None  # of the newest step
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
-        self._announcements = Announcements()
+        self._announcements = Announcements(self._recorder, self._pending)
         self._eager = EagerCode(self._see_eager_op)
         self._calling = False  # whether a call of a compiled function is under way
         self._budget: Budget | None = None  # of the function that is called
@@ -70,11 +70,13 @@ class Coordinator:
         """Return to the state of a new process: the next step is a first one."""
         with _LOCK:
             self._recover()
-            for pending in list(self._pending):
-                self._give_up(pending)
+            for run in list(self._pending):
+                self._give_up(run)
             self._eager.forget()
+            self._recorder.close()
+            self._announcements = Announcements(self._recorder, self._pending)
             self._new_recorder(watched=False)
-            self.steps, self._plan, self._announcements = KnownSteps(), None, Announcements()
+            self.steps, self._plan = KnownSteps(), None
 
     @property
     def state(self) -> StepState:
@@ -117,19 +119,10 @@ class Coordinator:
         same = bool(forwards) and forwards[0].planned.budget == budget
         return self.result.budget_bytes if same and self.result is not None else None
 
-    def searched_s(self) -> float:
-        """Seconds of the searches for the graphs of the present step."""
-        return self._recorder.searched_s if self.in_flight else 0.0
-
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with _LOCK:
             return sum(held_in_flight(self._pending).values())
-
-    def keep_all_saved_bytes(self) -> int:
-        """Bytes that the graphs in flight would save for their backwards if they kept everything."""
-        with _LOCK:
-            return sum(pending.planned.keep_all.saved_bytes for pending in self._pending)
 
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph with some inputs and their gradients, nor to the present step."""
@@ -157,8 +150,8 @@ class Coordinator:
                     self._end_step()
                 if self._eager.is_due(function) and (not self.in_flight or self._may_be_over()):
                     if not self.in_flight:
+                        self.steps.close(self._recorder)
                         self._new_recorder(watched=True)
-                        self._announcements.begin_step()
                     self._machine.on(StepEvent.WATCH)
                     self._eager.begin()
 
@@ -187,17 +180,17 @@ class Coordinator:
         with self._update():
             for tensor in op.given:
                 # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
-                if not any(storage_key(tensor) in pending.held for pending in self._pending):
+                if not any(storage_key(tensor) in run.held for run in self._pending):
                     recorder.read(tensor)
                 if op.is_exchange:
                     recorder.exchanged(tensor)
             recorder.took(op.peak_bytes)
-            self._announcements.of_eager_code(op.peak_bytes, self._now())
+            self._announcements.of_eager_code(op.peak_bytes)
             for tensor in op.made:
                 recorder.allocated(tensor)
-                self._announcements.of_eager_code(0, self._now())
+                self._announcements.of_eager_code(0)
                 if self._calling and not recorder.forwards and self._budget is not None:
-                    self._announcements.before_any_graph(self._budget, tensor.device, recorder.eager_bytes)
+                    self._announcements.before_any_graph(self._budget, tensor.device)
 
     @contextlib.contextmanager
     def _update(self) -> Generator[None]:
@@ -210,7 +203,7 @@ class Coordinator:
         if self.state is not StepState.INTERRUPTED:
             return
         self._recorder.close()
-        self._recorder = StepRecorder(self._machine, watched=self._eager.is_watched)
+        self._new_recorder(watched=self._eager.is_watched)
         self._pending.clear()
         self._plan, self._calling = None, False
         self._eager.pause(False)
@@ -230,92 +223,87 @@ class Coordinator:
                 return planned.forward_through_hooks(args)
         self._recover()
         with self._machine.update():
-            pending = self._begin_forward(planned, args)
-            program = pending.program
+            run = self._begin_forward(planned, args)
+            program = run.program
             assert program.forward is not None
             with self._eager.paused():
                 results = list(program.forward(args))
                 token = torch.empty(0, dtype=torch.uint8)
-            pending.symbols = results[len(results) - program.num_symbols :]
+            run.symbols = results[len(results) - program.num_symbols :]
             results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
             results.insert(planned.num_outputs, token)
             # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then: the
             # only sign is that the saved tensors are freed. At exit there is nothing left to count.
             weakref.finalize(token.untyped_storage(), _drop, key := storage_key(token)).atexit = False
-            _IN_FLIGHT[key] = self, pending
-            self._end_forward(pending, results)
+            _IN_FLIGHT[key] = self, run
+            with self._update():
+                run.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in run.inputs)
+                self._recorder.end_forward(run, results[: planned.num_outputs])
+                self._pending.append(run)
+                self._announcements.after_segment()
         return results
 
-    def _begin_forward(self, planned: PlannedGraph, args: list[Any]) -> PendingBackward:
+    def _begin_forward(self, planned: PlannedGraph, args: list[Any]) -> Run:
         transient = fsdp_unsharded_bytes()
         with self._update():
             forwards = self._recorder.forwards
             if self.in_flight and forwards and forwards[0].planned is planned and self._may_be_over():
-                for pending in list(self._pending):  # the user holds them, and does not differentiate them
-                    self._give_up(pending)
+                for run in list(self._pending):  # the user holds them, and does not differentiate them
+                    self._give_up(run)
             if not self.in_flight:
                 self._begin_step(planned, args)
             program = self._planned_program(planned)
-            as_planned = program is not None
-            run = self._recorder.begin_forward(planned, args, transient)
+            run = self._recorder.begin_forward(planned, program or planned.own, args, transient)
             inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
             # Transient inputs are counted with their wrapper.
-            inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
-            pending = PendingBackward(run, program or planned.own, inputs)
-            if pending.program.undefined:
-                pending.arguments = ForwardArguments(planned, args)
-            if self._plan is None or not as_planned:
-                self._announcements.before_forward(pending, self._now(), self.steps.allotment)
-            return pending
-
-    def _end_forward(self, pending: PendingBackward, results: list[Any]) -> None:
-        made = (r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in pending.inputs)
-        with self._update():
-            pending.held = _storages(made)
-            self._recorder.end_forward(pending.run, results[: pending.planned.num_outputs])
-            self._pending.append(pending)
-            self._announcements.after_segment(self._now())
+            run.inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
+            if run.program.undefined:
+                run.arguments = ForwardArguments(planned, args)
+            if program is None:
+                allotted = None if planned.replaceable else self.steps.allotment(planned.interface.whole, planned.budget)
+                self._announcements.before_forward(run, allotted)
+            return run
 
     def backward_through_hooks(self, planned: PlannedGraph, args: list[Any]) -> Any:
         """Run the backward of a forward whose saved tensors went through hooks."""
         with self._eager.paused(), Accumulation({}, frozenset(), self.steps.sources):
             return planned.backward_through_hooks(args)
 
-    def backward(self, pending: PendingBackward, args: list[Any]) -> Any:
+    def backward(self, run: Run, args: list[Any]) -> Any:
         """Run the backward of a forward, which is then no longer in flight; the program clears the list of its arguments."""
-        planned = pending.planned
-        args[: planned.num_symbols] = pending.symbols
+        planned = run.planned
+        args[: planned.num_symbols] = run.symbols
         first = len(args) - len(planned.tangents)
-        recording = pending in self._pending
+        recording = run in self._pending
         with self._machine.update() if recording else contextlib.nullcontext():
             if recording:
                 with self._update():
-                    self._recorder.begin_backward(pending.run, args[first:])
-                    self._announcements.before_backward(pending, args[first:], self._now())
-            results = self._gradients(pending, args, first)
+                    self._recorder.begin_backward(run, args[first:])
+                    self._announcements.before_backward(run, args[first:])
+            results = self._gradients(run, args, first)
             if recording:
                 with self._update():
-                    self._recorder.end_backward(pending.run, results)
+                    self._recorder.end_backward(run, results)
                     if not keeps_graph():
-                        self._retire(pending)
+                        self._retire(run)
                         if not self.in_flight:
                             queue_after_backward(self._after_backward)
-                    self._announcements.after_segment(self._now())
+                    self._announcements.after_segment()
         return results
 
-    def _gradients(self, pending: PendingBackward, args: list[Any], first: int) -> list[Any]:
-        planned, program = pending.planned, pending.program
+    def _gradients(self, run: Run, args: list[Any], first: int) -> list[Any]:
+        planned, program = run.planned, run.program
         if any(args[first + t] is not None for t in program.undefined):
             _log.warning(
                 "a gradient came for an output that had none before: computed from the inputs, and planned for from now on"
             )
-            assert pending.arguments is not None
-            results = planned.late_backward(pending.arguments, args[first:])
+            assert run.arguments is not None
+            results = planned.late_backward(run.arguments, args[first:])
             args.clear()
             return results
         assert program.backward is not None
         undefined = frozenset(t for t, value in enumerate(args[first:]) if value is None)
-        leaves = {k: t for k, leaf in pending.run.leaves if (t := leaf()) is not None}
+        leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
         accumulation = Accumulation(leaves, program.accumulated, self.steps.sources)
         with self._eager.paused(), accumulation:
             args[first:] = planned.materialized(args[first:], program.undefined)
@@ -331,16 +319,20 @@ class Coordinator:
 
     def _may_be_over(self) -> bool:
         """Whether the step is over if its first graph begins again, although forwards wait for their backwards."""
-        return self._updated and self._recorder.after_backward
+        segments = self._recorder.segments
+        return self._updated and bool(segments) and segments[-1][1]
 
     def _begin_step(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
         """Plan the step that probably begins with a graph: the kind that followed the same step before, or the newest kind."""
         self._end_step()
         if self._recorder.forwards:
+            self.steps.close(self._recorder)
             self._new_recorder(watched=self._eager.is_watched)
         self._plan, self._position, self._updated = None, 0, False
-        self._announcements.begin_step()
         self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
+        # Eager code that is not watched is expected to take as much as in other steps.
+        unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
+        self._announcements.begin_step(self._recorder, self._memory, first=self._plan is None, unseen_bytes=unseen_bytes)
         self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
         if any(owner is not self and owner.in_flight for owner, _ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
@@ -357,8 +349,8 @@ class Coordinator:
             self._machine.on(StepEvent.END)
 
     def _new_recorder(self, *, watched: bool) -> None:
-        self.steps.close(self._recorder)
         self._recorder = StepRecorder(self._machine, watched=watched)
+        self._announcements.begin_step(self._recorder, None)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
         """The program that the plan of the step has for its next forward; None if there is none."""
@@ -381,26 +373,20 @@ class Coordinator:
         # This is another step, or a forward whose result will be dropped. The plan goes on after that forward.
         return None
 
-    def _now(self) -> StepNow:
-        # Eager code that is not watched is expected to take as much as in other steps.
-        unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
-        return StepNow(self._recorder, self._pending, self._memory, self._plan is None, unseen_bytes)
-
-    def _give_up(self, pending: PendingBackward) -> None:
+    def _give_up(self, run: Run) -> None:
         """Forget that a forward waits for its backward, which is not expected any more."""
-        if pending in self._pending:
-            if self._recorder.waits(pending.run):
-                self._recorder.abandon(pending.run)
-            self._retire(pending)
+        if run in self._pending:
+            self._recorder.abandon(run)
+            self._retire(run)
 
-    def _retire(self, pending: PendingBackward) -> None:
-        if pending in self._pending:
-            self._pending.remove(pending)
+    def _retire(self, run: Run) -> None:
+        if run in self._pending:
+            self._pending.remove(run)
         if not self._pending:
             self._machine.on(StepEvent.NONE_WAITS)
 
 
-_IN_FLIGHT: dict[int, tuple[Coordinator, PendingBackward]] = {}
+_IN_FLIGHT: dict[int, tuple[Coordinator, Run]] = {}
 """Forwards whose saved tensors exist, and the coordinator of the thread that ran each, by the key of the token's storage."""
 
 
@@ -410,10 +396,10 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
     found = _IN_FLIGHT.get(storage_key(token))
     if found is None:
         return coordinator().backward_through_hooks(planned, args)
-    owner, pending = found
+    owner, run = found
     if not _thread.trains:  # on a GPU this is a thread of autograd, and its recomputations belong to the same step
         _thread.coordinator = owner
-    results = owner.backward(pending, args)
+    results = owner.backward(run, args)
     del token
     return results
 
@@ -421,9 +407,10 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
 def _drop(key: int) -> None:
     """Note that the saved tensors of a forward were freed: its backward cannot run."""
     if key in _IN_FLIGHT:
-        owner, pending = _IN_FLIGHT.pop(key)
+        owner, run = _IN_FLIGHT.pop(key)
+        run.arguments = None
         with owner._update():
-            owner._give_up(pending)
+            owner._give_up(run)
 
 
 class _Thread(threading.local):

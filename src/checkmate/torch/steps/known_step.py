@@ -1,9 +1,10 @@
-"""A step that was seen: its record, its plans, and the gradients that exist before it."""
+"""A step that was seen, and what exists of earlier steps when it begins: gradients, and storages that outlive their step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,9 @@ from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_
 from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
-from checkmate.torch.steps.recorder import StepRecorder, gradient_parts
+from checkmate.torch.steps.recorder import SeenStorage, StepRecorder, StepSequence, StorageRef, gradient_parts
 from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
-
-Allotments = Mapping[str, StepAllotment]
-"""Allotments of the graphs that are compiled again for their step, by the key of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,9 @@ class KnownStep:
     plans: dict[Gradients, KnownPlan] = field(default_factory=dict)  # by the gradients that exist before the step
     look: LookDue = field(default_factory=LookDue)  # whether the tensors of the process have to be looked up when the step begins
     outside_bytes: int = 0  # tensors that belong to no step that was seen, and the state that optimizers will make
-    # Run and input of gradients that existed before a step of this kind and were set to None before its backward.
-    cleared: set[tuple[int, int]] = field(default_factory=set)
-    kept: set[tuple[int, int]] = field(default_factory=set)  # gradients that were not set to None in some step
+    # Leaves, by identity, whose gradients existed before a step of this kind and were set to None before its backward.
+    cleared: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)  # leaves whose gradients were not set to None in some step
     compiled_again: bool = False  # whether Dynamo compiled one of its graphs again, into an equal one
 
     def note_compiled_again(self) -> None:
@@ -54,43 +52,29 @@ class KnownStep:
         self.plans = {of: known for of, known in self.plans.items() if known.plan is None or not known.plan.in_pieces}
 
     def gradients(
-        self,
-        sources: GradientSources,
-        existing: Set[tuple[int, int]] | None = None,
-        *,
-        cleared: Set[tuple[int, int]] | None = None,
+        self, sources: GradientSources, existing: Set[int] | None = None, *, cleared: Set[int] | None = None
     ) -> Gradients:
         """The gradients before the step."""
-        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
+        runs = self.recorder.runs
+        leaves = [[(k, t) for k, leaf in run.leaves if (t := leaf()) is not None] for run in runs]
         if existing is None:
-            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
-        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
+            existing = {id(t) for each in leaves for _, t in each if t.grad is not None}
+        replaceable = all(run.planned.replaceable for run in runs)
         cleared = existing & (self.cleared if cleared is None else cleared) - self.kept if replaceable else frozenset()
         existing = existing - cleared
-        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and sources.accumulates(t)}
-        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
-        return Gradients(frozenset(existing), of_run, frozenset(cleared))
+        added = (frozenset(k for k, t in each if replaceable and id(t) in existing and sources.accumulates(t)) for each in leaves)
+        return Gradients(frozenset(existing), tuple(added), frozenset(cleared))
 
     def note_cleared(self, recorder: StepRecorder) -> int:
-        """Note which gradients a step of this kind set to None before its backward."""
+        """Note which gradients a step of this kind set to None before its backward; the bytes that were expected to be."""
         existing, cleared = recorder.existing, recorder.cleared
         if existing <= self.kept | (self.cleared & cleared):
             return 0  # as known, in nearly every step
-        places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which may be an input of several runs
-        sizes: dict[tuple[int, int], int] = {}
-        for r, run in enumerate(recorder.runs):
-            for k, leaf in run.leaves:
-                if (t := leaf()) is not None:
-                    places.setdefault(id(t), set()).add((r, k))
-                    sizes[r, k] = storage_bytes(t)
-        expected = {place for gradients in self.plans for place in gradients.cleared}
-        missed_bytes = 0
-        for of in places.values():
-            if of & cleared:
-                self.cleared |= of
-            elif of & existing:
-                self.kept |= of
-                missed_bytes += max((sizes[place] for place in of & expected), default=0)
+        self.cleared |= cleared
+        self.kept |= existing - cleared
+        expected = frozenset[int]().union(*(gradients.cleared for gradients in self.plans))
+        missed = {id(t): t for run in recorder.runs for _, leaf in run.leaves if (t := leaf()) is not None}
+        missed_bytes = sum(storage_bytes(t) for key, t in missed.items() if key in expected & existing - cleared)
         if missed_bytes:
             self.plans.clear()
         return missed_bytes
@@ -98,14 +82,13 @@ class KnownStep:
     def cleared_storages(self, gradients: Gradients) -> dict[int, tuple[int, int]]:
         """Bytes and last interval of each gradient that exists now and that the step clears, by the key of its storage."""
         record, found = self.recorder, dict[int, tuple[int, int]]()
-        cleared = {r for r, _ in gradients.cleared}
-        places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
+        places = [(run, [leaf for _, leaf in run.leaves if id(leaf()) in gradients.cleared]) for run in record.runs]
         if not record.keeps_eager_gradients:  # the new gradients of the record take their place
             own = {id(t) for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None}
             eager = [leaf for key, leaf in record.eager_leaves.items() if key not in own]
-            places.append((next((record.runs.index(run) for run, backward in record.segments if backward), 0), eager))
-        for r, leaves in places:
-            begins = record.segments.index((record.runs[r], True)) if leaves else 0
+            places.append((next((run for run, backward in record.segments if backward), record.runs[0]), eager))
+        for run, leaves in places:
+            begins = record.segments.index((run, True)) if leaves else 0
             for part in gradient_parts(leaves):
                 _, last = found.get(storage_key(part), (0, begins))
                 found[storage_key(part)] = storage_bytes(part), min(last, begins)
@@ -139,8 +122,12 @@ class KnownStep:
     @property
     def scalar_bytes(self) -> int:
         """Bytes that an allocator hands out for a scalar."""
-        tangents = (tangent for run in self.recorder.runs for tangent in run.planned.tangents)
-        return CUDA_ALIGNMENT_BYTES if any(t.device.type == "cuda" for t in tangents) else SCALAR_TANGENT_BYTES
+        return CUDA_ALIGNMENT_BYTES if self.first.device.type == "cuda" else SCALAR_TANGENT_BYTES
+
+    @property
+    def ignored_bytes(self) -> int:
+        """Bytes that are no reason to plan it again: a script that keeps its losses has one scalar more in every step."""
+        return 64 * self.scalar_bytes
 
     @property
     def leaves(self) -> list[Callable[[], torch.Tensor | None]]:
@@ -157,49 +144,158 @@ class KnownStep:
         """Peak bytes of eager code in the step, its inputs included."""
         return self.recorder.eager_peak_bytes + self.recorder.eager_input_bytes
 
-    @property
-    def free_bytes(self) -> int:
-        """The most bytes that its only graph and tensors of earlier steps may take, above resident memory."""
-        own = self.first.own
-        if self.first.replaceable:
-            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
-        else:  # the memory of fused ops was measured, and differs from the plan's prediction
-            free = own.result.budget_bytes - self.first.interface.graph.resident_bytes
-        # No plan leaves room for the gradient of a loss, the loss and similar ones: four scalars.
-        free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
-        return free + self.first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
-
-    def facts(self, room: StepRoom, allotments: Allotments) -> StepFacts:
-        """The facts that decide how the step runs."""
+    def facts(self, room: StepRoom, allotted: StepAllotment | None, compiled_for_plan: bool) -> StepFacts:
+        """The facts that decide how the step runs, given the allotment of its first graph."""
         runs, first, earlier = self.recorder.runs, self.first, room.earlier
-        compiled = [run.planned for run in runs if not run.planned.replaceable]
-        vary = any(planned.dynamic for planned in compiled)
+        fused = [run.planned for run in runs if not run.planned.replaceable]
+        vary = any(planned.dynamic for planned in fused)
         is_own_plan = (
             len(runs) == 1
             and (first.alone or vary)
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
-            and {k for k in first.own.accumulated if (0, k) in room.gradients.existing} == room.gradients.accumulated[0]
+            and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
         )
         keeps_budget = can_shrink = False
         if is_own_plan:
-            most, memory = self.most_bytes(allotments), first.own.memory
+            most, memory = self.most_bytes(allotted), first.own.memory
             keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
-            less, allotted = most - max(earlier), allotments.get(first.key) if allotments else None
+            less = most - max(earlier)
             smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            can_shrink = smaller and bool(compiled) and not vary and first.ranks is None
+            can_shrink = smaller and bool(fused) and not vary and first.ranks is None
         return StepFacts(
             num_graphs=len(runs),
             plan_given=any(run.planned.options.plan is not None for run in runs),
             keeps_budget=keeps_budget,
             can_shrink=can_shrink,
             fixed_sizes_vary=vary,
-            compiled_for_plan=bool(compiled and allotments) and all(planned.key in allotments for planned in compiled),
+            compiled_for_plan=compiled_for_plan,
             from_cache=any(run.planned.joint is None for run in runs),
         )
 
-    def most_bytes(self, allotments: Allotments) -> int:
-        """The most bytes that its only graph and tensors of earlier steps may take."""
-        allotted = allotments.get(self.first.key) if allotments else None
-        # The limit of a graph that was compiled for the plan of its step leaves room for eager code already.
-        return self.free_bytes if allotted is None or allotted.order is None else allotted.limit.peak_bytes
+    def most_bytes(self, allotted: StepAllotment | None) -> int:
+        """The most bytes that its only graph and tensors of earlier steps may take, above resident memory."""
+        own, first = self.first.own, self.first
+        if allotted is not None and allotted.order is not None:  # compiled for the plan of its step, with room for eager code
+            return allotted.limit.peak_bytes
+        if first.replaceable:
+            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+        else:  # the memory of fused ops was measured, and differs from the plan's prediction
+            free = own.result.budget_bytes - first.interface.graph.resident_bytes
+        # No plan leaves room for the gradient of a loss, the loss and similar ones: four scalars.
+        free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
+        return free + first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
+
+
+class _Outliving(NamedTuple):
+    """A storage of an earlier step."""
+
+    storage: StorageRef  # not kept alive
+    size_bytes: int
+    sequence: StepSequence | None  # identity of the step that made it; None for an input of the step
+    last: int  # the interval, of the next step of this kind, in which it is expected to be freed
+    number: int  # of the step that made it, among all steps
+
+
+class _EagerLeftover(NamedTuple):
+    """A storage that eager code made and that outlived its step; fields as of `_Outliving`."""
+
+    size_bytes: int
+    last: int
+
+
+class OutlivingStorages:
+    """Storages of earlier steps that may still be alive.
+
+    A loop that writes ``outputs = model(batch)`` holds the outputs of the step before until the new ones are assigned. A storage
+    that a step made is therefore expected to be freed in the next step of the same kind: a storage of a forward when the call
+    returns, a storage of eager code when eager code makes its successor. In three cases it is expected to live on:
+
+    - Older storages of the same kind of step are alive as well, such as those of a list of predictions.
+    - A storage was found alive at the end of a step of this kind: a loop that writes ``loss, outputs = train(batch)`` holds the
+      outputs of the step before until then.
+    - The next step is of another kind.
+
+    Eager code is seen in the first step of a kind only: later steps are expected to leave the same storages.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Outliving] = {}
+        self._number = 0
+        self._newest: dict[StepSequence, int] = {}  # number of the newest step of each kind
+        self._eager: dict[StepSequence, list[_EagerLeftover]] = {}  # of the steps of each kind in which eager code was seen
+        self._unseen: dict[StepSequence, list[_EagerLeftover]] = {}  # those of them that were not found after the newest step
+        self._held: set[StepSequence] = set()  # kinds of steps that end before those storages are freed
+
+    def add(self, recorder: StepRecorder) -> None:
+        """Take over the storages that a step leaves at its end."""
+        sequence = recorder.sequence
+        self._number += 1
+        self._newest[sequence] = self._number
+        unseen = [] if recorder.watched else list(self._eager.get(sequence, ()))
+        eager: list[_EagerLeftover] = []
+        gradients = {storage_key(part) for part in gradient_parts(recorder.eager_leaves.values())}
+        for key, seen, last in recorder.remaining():
+            if last is None and unseen and not self._is_known(key, seen):
+                left = next((left for left in unseen if left.size_bytes == seen.size_bytes), None)
+                if left is not None:  # eager code made it, and a graph was given it
+                    unseen.remove(left)
+                    last = left.last
+            elif last is not None and seen.eager is not None and key not in gradients:  # those are looked up by their leaves
+                eager.append(_EagerLeftover(seen.size_bytes, last))
+            made = None if last is None else sequence
+            self._found[key] = _Outliving(seen.storage, seen.size_bytes, made, last or 0, self._number)
+        self._unseen[sequence] = unseen
+        if recorder.watched:
+            self._eager[sequence] = eager
+
+    def _is_known(self, key: int, seen: SeenStorage) -> bool:
+        known = self._found.get(key)
+        return known is not None and known.storage() is seen.storage()
+
+    def outlived(self, recorder: StepRecorder, gradients: Collection[int]) -> int:
+        """Bytes of the step before that were expected to be freed, and are still alive at the end of a step of the same kind."""
+        sequence, newest = recorder.sequence, self._newest.get(recorder.sequence)
+        if sequence in self._held:
+            return 0
+        return sum(
+            known.size_bytes
+            for key, known in self._found.items()
+            if known.sequence == sequence and known.number == newest and known.last < len(recorder.segments)
+            if key not in gradients and (storage := known.storage()) is not None and not recorder.is_given(key, storage)
+        )
+
+    def expect_held(self, recorder: StepRecorder) -> None:
+        """Expect all storages that steps of a kind make to be held until the next step of the kind is over."""
+        self._held.add(recorder.sequence)
+
+    def unseen_bytes(self, recorder: StepRecorder) -> int:
+        """Bytes that eager code of the step before is expected to have left, although it was not seen."""
+        return sum(left.size_bytes for left in self._unseen.get(recorder.sequence, ()))
+
+    def bytes_from_earlier_steps(self, recorder: StepRecorder, gradients: Collection[int]) -> tuple[int, ...]:
+        """Bytes that are expected to be alive in each interval of a step, besides its inputs and results.
+
+        Gradients, by the keys of their storages, are counted elsewhere.
+        """
+        count, sequence = len(recorder.segments), recorder.sequence
+        freed = [0] * (count + 1)  # by the last interval in which a storage is alive
+        alive = self._alive(recorder, gradients).values()
+        over = sequence in self._held
+        older = over or any(known.sequence == sequence and known.number != self._newest.get(sequence) for known in alive)
+        for left in self._unseen.get(sequence, ()):
+            freed[count if over else left.last] += left.size_bytes
+        for known in alive:
+            freed[known.last if known.sequence == sequence and not older else count] += known.size_bytes
+        return tuple(sum(freed[interval:]) for interval in range(count + 1))
+
+    def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
+        """Bytes of the storages of earlier steps that are alive and not among the inputs of the step, by their keys."""
+        return {key: known.size_bytes for key, known in self._alive(recorder, gradients).items()}
+
+    def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Outliving]:
+        found = {key: (known, storage) for key, known in self._found.items() if (storage := known.storage()) is not None}
+        self._found = {key: known for key, (known, _) in found.items()}
+        return {
+            key: known for key, (known, storage) in found.items() if key not in gradients and not recorder.is_given(key, storage)
+        }

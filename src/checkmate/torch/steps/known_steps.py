@@ -1,4 +1,4 @@
-"""The steps that were seen, their plans, and which of them is expected when a graph begins."""
+"""The steps that were seen, and which of them is expected and planned when a graph begins."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from checkmate.core.budget import Budget, keep_all_bytes
+from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import (
+    current_bytes,
+    unique_bytes,
+)
 from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
 from checkmate.torch.measure.resident import beyond_room
 from checkmate.torch.steps.accumulation import GradientSources
-from checkmate.torch.steps.known_step import KnownPlan, KnownStep
-from checkmate.torch.steps.outliving_storages import OutlivingStorages
+from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.state import PlanDecision
@@ -71,7 +73,7 @@ class KnownSteps:
         return before is not None and step.recorder.watched
 
     def _note_outlived(self, step: KnownStep, recorder: StepRecorder) -> None:
-        ignored_bytes = _ignored_bytes(step)
+        ignored_bytes = step.ignored_bytes
         if self._outliving.outlived(recorder, ()) <= ignored_bytes:
             return  # as after nearly every step: gradients need not be looked up
         gradients = step.gradient_storages()
@@ -137,12 +139,6 @@ class KnownSteps:
         return 0 if self._newest is None else self._newest.recorder.eager_peak_bytes
 
     @property
-    def keep_all_bytes(self) -> int:
-        """Peak of keeping everything in the largest step that was planned; 0 before the first."""
-        plans = (known.plan for steps in self._known.values() for step in steps for known in step.plans.values())
-        return max((keep_all_bytes(plan.graph) for plan in plans if plan is not None), default=0)
-
-    @property
     def begin_as_compiled(self) -> bool:
         """Whether no graph has to be compiled for the plan of a step that was seen."""
         return not self._allotments and not self._traces_again
@@ -162,7 +158,7 @@ class KnownSteps:
     def _plan_of(self, step: KnownStep, args: Sequence[Any]) -> StepPlan | None:
         gradients = step.gradients(self.sources)
         storages = step.gradient_storages()
-        before, ignored_bytes = step.plans.get(gradients), _ignored_bytes(step)
+        before, ignored_bytes = step.plans.get(gradients), step.ignored_bytes
         counted = step.first.device.type == "cuda"  # by the allocator
         if counted:
             self._look(step, storages, args)
@@ -180,49 +176,26 @@ class KnownSteps:
         return step.plans[gradients].plan
 
     def _first_plan(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> KnownPlan:
-        """A plan next to the tensors that earlier steps left; if there is none, a plan for which these are freed in time."""
-        rooms = self._rooms(step, gradients, storages, earlier)
-        lacking, last, plans = 0, len(rooms) - 1, dict[int, KnownPlan]()
-        # The last room frees the most: if no plan is found for it, the rooms between are not tried.
-        for at in dict.fromkeys((0, last, *range(last))):
-            if lacking > rooms[at].excess_bytes and at < last:
-                continue  # this room frees no more than its excess, and more is proven to be lacking
-            try:
-                with beyond_room(at == last):
-                    plans[at] = self._planned(step, rooms[at], final=at == last)
-            except (InfeasibleBudgetError, PlanNotFoundError) as error:
-                if at == last:
-                    raise
-                if isinstance(error, InfeasibleBudgetError):
-                    lacking = max(lacking, rooms[at].excess_bytes + error.floor_bytes - error.budget_bytes)
-                continue
-            if at < last or plans[at].plan is None:
-                break  # a step that is compiled again takes the first room
-        at = min(plans)
-        if rooms[at].freed:
-            _log.warning(
-                f"no plan keeps the budget of %s beside the {rooms[at].freed}", step.budget, format_bytes(rooms[at].excess_bytes)
-            )
-            step.plans[rooms[at].gradients] = plans[at]
-        return replace(plans[at], earlier=earlier)
-
-    def _rooms(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], earlier: tuple[int, ...]) -> list[StepRoom]:
-        """Rooms that a plan may leave: the first for all live tensors, the last for the rest if all others are freed in time."""
-        clearing = step.gradients(self.sources, cleared=gradients.existing | gradients.cleared)
-        exist, held = "it may be exceeded by %s where they exist in the backward", "it may be exceeded by %s where they are held"
-        held = f"{held} until this step is over"
-        kept_bytes, rooms = step.kept_bytes(gradients, storages), list[StepRoom]()
-        for fewer, are_held, freed in (
-            (gradients, True, ""),
-            (clearing, True, f"gradients of the step before: {exist}"),
-            (gradients, False, f"outputs of the step before: {held}"),
-            (clearing, False, f"gradients and outputs of the step before: {held}"),
-        ):
-            left, left_bytes = self._earlier(step, storages, fewer, held=are_held), step.kept_bytes(fewer, storages)
-            excess = kept_bytes - left_bytes + max(now - then for now, then in zip(earlier, left, strict=True))
-            if not rooms or (excess > 0 and step.first.ranks is None):
-                rooms.append(StepRoom(fewer, left_bytes, left, freed, excess))
-        return rooms
+        """A plan next to the tensors that earlier steps left; if there is none, a plan for which gradients are freed in time."""
+        room = StepRoom(gradients, step.kept_bytes(gradients, storages), earlier)
+        fewer = step.gradients(self.sources, cleared=gradients.existing | gradients.cleared)
+        cleared = StepRoom(fewer, step.kept_bytes(fewer, storages), self._earlier(step, storages, fewer))
+        excess_bytes = room.gradient_bytes - cleared.gradient_bytes if step.first.ranks is None else 0
+        try:
+            with beyond_room(excess_bytes == 0):
+                return self._planned(step, room)
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            if not excess_bytes:
+                raise
+        plan = self._planned(step, cleared)
+        _log.warning(
+            "no plan keeps the budget of %s beside the gradients of the step before: it may be exceeded by %s where they exist "
+            "in the backward",
+            step.budget,
+            format_bytes(excess_bytes),
+        )
+        step.plans[fewer] = plan
+        return replace(plan, earlier=earlier)
 
     def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
         """Find out which memory exists besides a step that is about to begin: optimizer state, copies, data, other models.
@@ -242,9 +215,9 @@ class KnownSteps:
         trained = [t for leaf in step.leaves if (t := leaf()) is not None]
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
-    def _earlier(self, step: KnownStep, storages: dict[int, int], gradients: Gradients, *, held: bool = True) -> tuple[int, ...]:
+    def _earlier(self, step: KnownStep, storages: dict[int, int], gradients: Gradients) -> tuple[int, ...]:
         """Bytes in each interval besides the inputs and results of the step; gradients that the step clears are included."""
-        found = self._outliving.bytes_from_earlier_steps(step.recorder, storages, held=held)
+        found = self._outliving.bytes_from_earlier_steps(step.recorder, storages)
         earlier = [step.outside_bytes + size for size in found]
         for size, last in step.cleared_storages(gradients).values():
             earlier[: last + 1] = [before + size for before in earlier[: last + 1]]
@@ -275,12 +248,15 @@ class KnownSteps:
             self._warned.add(id(step))
             _log.warning(message, *args)
 
-    def _planned(self, step: KnownStep, room: StepRoom, *, final: bool = True) -> KnownPlan:
+    def _planned(self, step: KnownStep, room: StepRoom) -> KnownPlan:
         """The outcome of the decision about a step."""
         graphs = [run.planned for run in step.recorder.runs]
-        match step.facts(room, self._allotments).decide():
+        allotted = self._allotments.get(step.first.key) if self._allotments else None
+        fused = [planned for planned in graphs if not planned.replaceable]
+        compiled_for_plan = bool(fused and self._allotments) and all(planned.key in self._allotments for planned in fused)
+        match step.facts(room, allotted, compiled_for_plan).decide():
             case PlanDecision.PLAN:
-                return self._planned_as_one(step, room, final)
+                return self._planned_as_one(step, room)
             case PlanDecision.REFUSE:
                 # A new compilation would be for the sizes of the next batch, whatever sizes were announced.
                 raise OptionError(
@@ -296,7 +272,7 @@ class KnownSteps:
                     step.budget,
                 )
             case PlanDecision.COMPILE_FOR_LESS:
-                less = step.most_bytes(self._allotments) - max(room.earlier)
+                less = step.most_bytes(allotted) - max(room.earlier)
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
                 self._allot(step.first, StepAllotment.of_only_graph(less))
             case PlanDecision.TRACE_AGAIN:
@@ -309,8 +285,8 @@ class KnownSteps:
                 pass
         return KnownPlan(None, room.earlier)
 
-    def _planned_as_one(self, step: KnownStep, room: StepRoom, final: bool) -> KnownPlan:
-        plan = plan_step(step.recorder, room, whole_ops=step.compiled_again, final=final)
+    def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
+        plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)
         only_graph = len(step.recorder.runs) == 1
         _log.info(
             "the step runs %d graphs: planned as one, peak %s", len(step.recorder.runs), format_bytes(plan.result.peak_bytes)
@@ -341,8 +317,3 @@ class KnownSteps:
 def _compile_again(planned: PlannedGraph) -> None:
     if planned.recompile is not None:
         planned.recompile()
-
-
-def _ignored_bytes(step: KnownStep) -> int:
-    """Bytes that are no reason to plan a step again: a script that keeps its losses has one scalar more in every step."""
-    return 64 * step.scalar_bytes

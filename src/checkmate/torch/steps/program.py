@@ -98,11 +98,9 @@ class PlannedGraph:
     outside_bytes: int = 0
     counted_bytes: int = 0  # bytes of the wrappers that a count of the device's tensors includes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    searched_s: float = 0.0  # search for a plan of nearly the smallest peak; counts towards the time limit of the step
     replaceable: bool = True  # whether another program can take the place of the own one without compiling again
     num_symbols: int = 0  # how many symbolic sizes AOTAutograd takes over from the forward to the backward
     chunks: Chunks | None = None  # ops that may run piece by piece; None if none may
-    offered: Chunks | None = None  # ops that could run piece by piece, if the user did not ask for it
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
     _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
 

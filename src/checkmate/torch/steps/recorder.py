@@ -6,7 +6,7 @@ A *segment* is one run of a forward or a backward. Interval ``w`` is the time be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,32 +55,23 @@ class Run:
     """One forward of a step, and its backward if that has run."""
 
     planned: PlannedGraph
+    program: Program
     given: Seen  # inputs of the forward
+    inputs: dict[int, int] = field(default_factory=dict)  # bytes of each input, by the key of its storage
+    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same key
+    arguments: ForwardArguments | None = None  # None if the program reads all tangents, or the backward is over
+    symbols: list[Any] = field(default_factory=list)  # symbolic sizes that it saved for the backward
     made: Seen = ()  # outputs of the forward
     leaves: tuple[tuple[int, Callable[[], torch.Tensor | None]], ...] = ()  # inputs that require a gradient, by position
     undefined: frozenset[int] = frozenset()  # tangents that were None in the backward
     tangents: Seen = ()
     gradients: Seen = ()  # results of the backward
     held_bytes: int = 0  # bytes that eager code held and segments had returned when the forward began
-    existing: set[int] = field(default_factory=set)  # leaves that had a gradient when the forward began
-    cleared: set[int] = field(default_factory=set)  # leaves of `existing` without a gradient when the backward began
+    existing: frozenset[int] = frozenset()  # identities of leaves that had a gradient when the forward began
 
-
-@dataclass(eq=False, slots=True)
-class PendingBackward:
-    """A forward whose backward has not run."""
-
-    run: Run
-    program: Program
-    inputs: dict[int, int]  # bytes of each input, by the key of its storage
-    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same key
-    arguments: ForwardArguments | None = None  # None if the program reads all tangents
-    symbols: list[Any] = field(default_factory=list)  # symbolic sizes that it saved for the backward
-
-    @property
-    def planned(self) -> PlannedGraph:
-        """Its graph."""
-        return self.run.planned
+    def places(self, leaves: Set[int]) -> list[int]:
+        """The inputs that are some leaves, which are given by their identities."""
+        return [k for k, leaf in self.leaves if id(leaf()) in leaves]
 
 
 def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
@@ -104,6 +95,8 @@ class StepRecorder:
     abandoned: list[Run] = field(default_factory=list)  # forwards whose backward will not run; they are part of the eager code
     segments: list[tuple[Run, bool]] = field(default_factory=list)  # and whether each is a backward
     storages: list[SeenStorage] = field(default_factory=list)
+    existing: set[int] = field(default_factory=set)  # leaves that had a gradient when some forward began, by identity
+    cleared: set[int] = field(default_factory=set)  # leaves of `existing` without a gradient when a backward began
     eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)  # that eager code reads, by identity
     keeps_eager_gradients: bool = False  # whether any of those had a gradient when the first backward began
     eager_bytes: int = 0  # that eager code has allocated and that are alive
@@ -169,7 +162,7 @@ class StepRecorder:
         self.peaks[interval] = max(self.peaks.get(interval, 0), eager_bytes + self._returned_bytes)
         self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
-    def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
+    def begin_forward(self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins. Transient storages, by key, are counted elsewhere, and have no bytes here."""
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
         given = tuple(
@@ -177,9 +170,10 @@ class StepRecorder:
             for a, size in zip(args, most, strict=True)
         )
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
-        run = Run(planned, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
+        run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.held_bytes = self.eager_bytes + self._returned_bytes
-        run.existing = {k for k, a in leaves if a.grad is not None}
+        run.existing = frozenset(id(a) for _, a in leaves if a.grad is not None)
+        self.existing |= run.existing
         self._gradients.update({storage_key(t): storage_bytes(t) for t in gradient_parts(leaf for _, leaf in run.leaves)})
         self.forwards.append(run)
         self.runs.append(run)
@@ -195,8 +189,9 @@ class StepRecorder:
         run.tangents = tuple(self._see(t) if isinstance(t, torch.Tensor) else None for t in tangents)
         if not any(backward for _, backward in self.segments):
             self.keeps_eager_gradients = next(gradient_parts(self.eager_leaves.values()), None) is not None
-        if run.existing:
-            run.cleared |= {k for k, leaf in run.leaves if k in run.existing and getattr(leaf(), "grad", None) is None}
+        if self.existing:
+            leaves = (t for _, leaf in run.leaves if (t := leaf()) is not None)
+            self.cleared |= {id(t) for t in leaves if id(t) in self.existing and t.grad is None}
         self._begin(run, backward=True)
 
     def _begin(self, run: Run, *, backward: bool) -> None:
@@ -225,15 +220,13 @@ class StepRecorder:
         self._note_eager()
         return found
 
-    def waits(self, run: Run) -> bool:
-        """Whether a forward belongs to the step, and its backward has not begun."""
-        return run in self.runs and (run, False) in self.segments and (run, True) not in self.segments
-
     def abandon(self, run: Run) -> None:
         """Count a forward as eager code: its outputs and saved tensors were freed, and its backward will not run.
 
-        Its segment is removed, and the intervals around it become one.
+        Its segment is removed, and the intervals around it become one. Nothing changes if its backward has begun.
         """
+        if (run, False) not in self.segments or (run, True) in self.segments:
+            return
         w = self.segments.index((run, False))
         memory = run.planned.own.memory
         self.abandoned.append(run)
@@ -257,20 +250,10 @@ class StepRecorder:
             self.storages.append(saved)
 
     @property
-    def after_backward(self) -> bool:
-        """Whether the newest segment is a backward."""
-        return bool(self.segments) and self.segments[-1][1]
-
-    @property
     def complete(self) -> bool:
         """Whether every forward of the step was followed by exactly one backward."""
         backwards = [run for run, backward in self.segments if backward]
         return 0 < len(self.runs) == len(backwards) == len({*backwards}) and all(run.gradients for run in self.runs)
-
-    @property
-    def searched_s(self) -> float:
-        """Seconds of the searches for the graphs' own plans, if those were made for a step of several graphs."""
-        return sum({id(run.planned): run.planned.searched_s for run in self.runs}.values())
 
     @property
     def sequence(self) -> StepSequence:
@@ -282,16 +265,6 @@ class StepRecorder:
         """Index of the run of each segment, and the undefined tangents of a backward."""
         index = {run: r for r, run in enumerate(self.runs)}
         return [(index[run], run.undefined if backward else None) for run, backward in self.segments]
-
-    @property
-    def existing(self) -> set[tuple[int, int]]:
-        """Run and input of every leaf that had a gradient when its forward began."""
-        return {(r, k) for r, run in enumerate(self.runs) for k in run.existing}
-
-    @property
-    def cleared(self) -> set[tuple[int, int]]:
-        """Run and input of every leaf of `existing` that had no gradient any more when its backward began."""
-        return {(r, k) for r, run in enumerate(self.runs) for k in run.cleared}
 
     @property
     def gradient_bytes(self) -> int:

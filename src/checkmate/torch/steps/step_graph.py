@@ -82,26 +82,24 @@ class StepGraph:
         that segment.
         """
         spans = [[w for w, (owner, _) in enumerate(self.segments) if owner == p] for p in range(len(self.boundaries))]
-        opening, middle, closing = ([list[int]() for _ in self.segments] for _ in range(3))
-        between = [list[int]() for _ in range(len(self.segments) + 1)]
         # Ops between a release and the op of its interval belong to the segment before.
         opens = {owner: o for o, (owner, local) in enumerate(self.owners) if local is None}
+        # Ops by segment: 0 eager code before it, 1 moved to its beginning, 2 in it, 3 moved to its end.
+        placed: dict[tuple[int, int], list[int]] = {}
         now = 0
         for o in order:
             owner, local = self.owners[o]
             if local is None:
-                between[owner].append(o)
                 now = owner if o == opens[owner] else now
+                at = owner, 0
             elif now in spans[owner]:
-                middle[now].append(o)
+                at = now, 2
             elif now > spans[owner][-1]:
-                closing[spans[owner][-1]].append(o)
+                at = spans[owner][-1], 3
             else:
-                opening[next(w for w in spans[owner] if w > now)].append(o)
-        found: list[int] = []
-        for w in range(len(self.segments)):
-            found += [*between[w], *dict.fromkeys(opening[w]), *middle[w], *closing[w]]
-        return found + between[-1]
+                at = next(w for w in spans[owner] if w > now), 1
+            placed.setdefault(at, []).append(o)
+        return [o for at in sorted(placed) for o in (placed[at] if at[1] in (0, 2) else dict.fromkeys(placed[at]))]
 
     def cut(self, order: Sequence[int]) -> list[list[int]]:
         """The order of each captured graph, its boundary included, from an order of `within_segments`."""

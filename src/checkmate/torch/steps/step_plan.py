@@ -17,8 +17,8 @@ from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.studies.larger_step import plan_of_larger, remember
-from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
-from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks
+from checkmate.torch.distributed.consensus import plan_on_rank0
 from checkmate.torch.joint.capture import CapturedGraph, captured_graph
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.profiler import announce_measurements
@@ -35,11 +35,10 @@ _log = logging.getLogger("checkmate.torch")
 class Gradients:
     """Gradients that exist before a step."""
 
-    existing: frozenset[tuple[int, int]]  # run and input of each that exists in the backward, too
-    accumulated: tuple[
-        frozenset[int], ...
-    ]  # inputs to whose gradients the backward of each run adds. Autograd adds to the others
-    cleared: frozenset[tuple[int, int]] = frozenset()  # those that are set to None before it, as by ``optimizer.zero_grad()``
+    existing: frozenset[int]  # identities of the leaves whose gradients exist in the backward, too
+    # Inputs to whose gradients the backward of each run adds. Autograd adds to the others.
+    accumulated: tuple[frozenset[int], ...]
+    cleared: frozenset[int] = frozenset()  # leaves whose gradients are set to None before it, as by ``optimizer.zero_grad()``
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,6 @@ class StepRoom:
     gradients: Gradients
     gradient_bytes: int  # of those that exist in the backward too
     earlier: tuple[int, ...]  # by interval: bytes of earlier steps and of all else outside of the step
-    freed: str = ""  # description of the tensors that have to be freed in time; "" for nothing
-    excess_bytes: int = 0  # by how much the budget may be exceeded otherwise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +74,9 @@ class _CapturedStep:
     graph: Graph  # the same with the figures that ranks agreed on
 
 
-def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False, final: bool = True) -> StepPlan:
-    """Plan a step that was recorded.
-
-    With ``whole_ops`` nothing runs piece by piece. ``final`` is whether the user reads its refusal: the message then says how
-    much it would help to run ops piece by piece.
-    """
-    return _StepPlanner(recorder, room).plan(whole_ops, final)
+def plan_step(recorder: StepRecorder, room: StepRoom, *, whole_ops: bool = False) -> StepPlan:
+    """Plan a step that was recorded. With ``whole_ops`` nothing runs piece by piece."""
+    return _StepPlanner(recorder, room).plan(whole_ops)
 
 
 class _StepPlanner:
@@ -124,8 +117,8 @@ class _StepPlanner:
             with within_room(room := more):  # a share counts workspace too
                 self._measure()
 
-    def plan(self, whole_ops: bool, final: bool) -> StepPlan:
-        first, spent_s = self._first, self._recorder.searched_s
+    def plan(self, whole_ops: bool) -> StepPlan:
+        first = self._first
         self._measure_in_room()
         while True:
             as_it_is = self._captured(self._joints)
@@ -133,16 +126,13 @@ class _StepPlanner:
             room_bytes = self._measurable_bytes(as_it_is)
             try:
                 with within_room(room_bytes):
-                    pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
-                    step, result = pieces or _agreed(first, as_it_is, spent_s)
+                    pieces = None if whole_ops else _in_pieces(first, chunkable)
+                    step, result = pieces or _agreed(first, as_it_is)
                 break
-            except InfeasibleBudgetError as error:
+            except InfeasibleBudgetError:
                 if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
                     self._measure()
                     continue
-                if final and error.binding_op and first.offered is not None:
-                    with within_room(room_bytes):
-                        raise with_offer(error, chunkable, first.offered) from None
                 raise
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
@@ -168,12 +158,12 @@ class _StepPlanner:
         return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
 
 
-def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_CapturedStep, Result]:
+def _agreed(first: PlannedGraph, step: _CapturedStep) -> tuple[_CapturedStep, Result]:
     """The plan of a step. If several ranks plan together, rank 0 makes it for all of them."""
 
     def plan(graph: Graph) -> Result:
         now = replace(step, graph=graph)
-        return _of_larger(first.options, now) or _plan(first.options, now, spent_s)
+        return _of_larger(first.options, now) or _plan(first.options, now)
 
     if first.ranks is None:
         return step, plan(step.graph)
@@ -181,7 +171,7 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
     return replace(step, graph=graph), result
 
 
-def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s: float) -> tuple[_CapturedStep, Result] | None:
+def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep]) -> tuple[_CapturedStep, Result] | None:
     """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain."""
     if first.chunks is None:
         return None
@@ -190,18 +180,11 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
         return step.whole, known
     budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
     options = replace(first.options, budget=first.budget.with_total(budget_bytes, step.whole.graph))
-    # Whatever the searches for its graphs took, a twentieth of the limit is left for the step.
-    left = max(0.05, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
-        if time_s is None:
-            return _plan(options, variant)
-        # Plans are stored with the limit, not with the rest of it, which depends on the searches of this process.
-        limit_s = time_s / left
-        return _plan(replace(options, time_limit_s=limit_s), variant, limit_s - time_s)
+        return _plan(replace(options, time_limit_s=time_s), variant)
 
-    left_s = None if options.time_limit_s is None else left * options.time_limit_s
-    return choose_chunks(step, first.chunks, budget_bytes, left_s, solve)
+    return choose_chunks(step, first.chunks, budget_bytes, options.time_limit_s, solve)
 
 
 def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
@@ -211,33 +194,29 @@ def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
     return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
 
 
-def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -> Result:
+def _plan(options: PlanningOptions, step: _CapturedStep) -> Result:
     """A plan in which every computation runs in a segment of the graph that it belongs to."""
-    graph, stitched = step.graph, step.stitched
+    graph = step.graph
     assert options.budget is not None
-    limit = target = resolved_budget(options.budget, graph, options.counted)
-    for _ in range(3):  # in the steps that were tried only views were moved, and the first plan was enough
-        now = replace(options, budget=options.budget.with_total(target))
-        result = planner_for(now, spent_s)(graph)
-        spent_s += result.elapsed_s
-        moved = result_of_order(graph, stitched.within_segments(result.plan.order))
-        taken = counted_bytes(graph, moved, options.counted)
-        if taken <= limit:
-            return msgspec.structs.replace(
-                result,
-                plan=moved.plan,
-                cost=moved.cost,
-                overhead=moved.overhead,
-                peak_bytes=moved.peak_bytes,
-                budget_bytes=limit,
-                gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
-            )
-        _log.info("computations moved to the segments of their graphs take %s too much", format_bytes(taken - limit))
-        target -= taken - limit
-    raise PlanNotFoundError(
-        f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
-        hint=f"raise the budget to at least {format_at_least(limit + (limit - target))}, or find the graph breaks with "
-        "torch.compile(..., fullgraph=True)",
+    limit = resolved_budget(options.budget, graph, options.counted)
+    result = planner_for(replace(options, budget=options.budget.with_total(limit)))(graph)
+    # In the steps that were tried only views were moved.
+    moved = result_of_order(graph, step.stitched.within_segments(result.plan.order))
+    taken = counted_bytes(graph, moved, options.counted)
+    if taken > limit:
+        raise PlanNotFoundError(
+            f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
+            hint=f"raise the budget to at least {format_at_least(taken)}, or find the graph breaks with "
+            "torch.compile(..., fullgraph=True)",
+        )
+    return msgspec.structs.replace(
+        result,
+        plan=moved.plan,
+        cost=moved.cost,
+        overhead=moved.overhead,
+        peak_bytes=moved.peak_bytes,
+        budget_bytes=limit,
+        gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
     )
 
 
@@ -280,11 +259,12 @@ class _Observation:
         for storage in (*self._eager_storages(crossing), *self._released_storages()):
             storages[len(record.storages) + len(storages)] = storage
         existing = room.gradients.existing
-        gradients = [record.runs[r].gradients[k] for r, k in existing]
-        for r, k in record.existing - existing:  # it was added to a gradient, and now becomes the gradient itself
-            if (gradient := record.runs[r].gradients[k]) is not None:
-                number = self._number[gradient]
-                storages[number] = replace(storages[number], last=self._count)
+        gradients = [run.gradients[k] for run in record.runs for k in run.places(existing)]
+        for run in record.runs:
+            for k in run.places(run.existing - existing):  # it was added to a gradient, and now becomes the gradient itself
+                if (gradient := run.gradients[k]) is not None:
+                    number = self._number[gradient]
+                    storages[number] = replace(storages[number], last=self._count)
         # The bytes that graphs looked up when they were compiled are among the bytes of earlier steps.
         resident = [run.planned.resident.total_bytes - run.planned.resident.gradients_bytes for run in record.runs]
         extra = max(size - run.planned.outside_bytes for size, run in zip(resident, record.runs, strict=True))
