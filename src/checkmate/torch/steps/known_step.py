@@ -173,10 +173,9 @@ class KnownStep:
         """The facts that decide how the step runs."""
         runs, first, earlier = self.recorder.runs, self.first, room.earlier
         compiled = [run.planned for run in runs if not run.planned.replaceable]
-        vary = any(planned.dynamic for planned in compiled)
         is_own_plan = (
             len(runs) == 1
-            and (first.alone or vary)
+            and first.alone
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
             and {k for k in first.own.accumulated if (0, k) in room.gradients.existing} == room.gradients.accumulated[0]
@@ -187,13 +186,11 @@ class KnownStep:
             keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
             less, allotted = most - max(earlier), allotments.get(first.key) if allotments else None
             smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            can_shrink = smaller and bool(compiled) and not vary and first.ranks is None
+            can_shrink = smaller and bool(compiled) and first.ranks is None
         return StepFacts(
-            num_graphs=len(runs),
             plan_given=any(run.planned.options.plan is not None for run in runs),
             keeps_budget=keeps_budget,
             can_shrink=can_shrink,
-            fixed_sizes_vary=vary,
             compiled_for_plan=bool(compiled and allotments) and all(planned.key in allotments for planned in compiled),
             from_cache=any(run.planned.joint is None for run in runs),
         )
