@@ -37,8 +37,9 @@ WHOLE_STEP_CONFIG: dict[str, Any] = {
 class WholeStep:
     """A compiled whole step, with the optimizer's state and learning rates as inputs after those of the traced graph."""
 
+    run: BoxedRun  # what Inductor compiled
+
     def __init__(self) -> None:
-        self.run: BoxedRun = _not_compiled
         self._groups: Sequence[_Group] = ()
         self._parameters: Sequence[_ParameterState] = ()
         self._known: list[list[torch.Tensor]] = []  # the states at the last step, which need not be checked again
@@ -82,10 +83,6 @@ class WholeStep:
             yield
         finally:
             self._trial = None
-
-
-def _not_compiled(args: list[Any]) -> Any:
-    raise AssertionError("the step is not compiled")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
