@@ -19,7 +19,7 @@ from checkmate.torch.compilation.call import NO_GRADIENT, NO_GRADIENT_HINT, Comp
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
-from checkmate.torch.graph.symbolic import bound_dynamic_shapes
+from checkmate.torch.graph.symbolic import bound_dynamic_shapes, has_dynamic_sizes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import partition, plan_whole_step
 from checkmate.torch.passes.prepare import inline_regions
@@ -160,7 +160,13 @@ def _refuse_inference(hooks: Hooks) -> None:
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
-    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
+    """Compile the graph by Inductor; None if its sizes vary, or the measured peak of every compilation exceeds the budget."""
+    if has_dynamic_sizes(example_inputs):
+        _log.warning(
+            "Inductor plans fixed sizes only, and sizes of this graph are dynamic: compiled by 'eager'; with dynamic=False "
+            "Inductor compiles every new size"
+        )
+        return None
     # These imports take a second, and eager does not need them.
     from checkmate.torch.inductor.compile import compile_if_it_fits
 

@@ -77,11 +77,9 @@ def test_an_exception_that_is_caught_inside_of_an_update_is_forgotten_with_the_a
 
 
 NOTHING = StepFacts(
-    num_graphs=1,
     plan_given=False,
     keeps_budget=False,
     can_shrink=False,
-    fixed_sizes_vary=False,
     compiled_for_plan=False,
     from_cache=False,
 )
@@ -90,15 +88,12 @@ RANKED = [
     ("keeps_budget", PlanDecision.KEEP),
     ("can_shrink", PlanDecision.COMPILE_FOR_LESS),
     ("compiled_for_plan", PlanDecision.KEEP),
-    ("fixed_sizes_vary", PlanDecision.MAY_EXCEED),
     ("from_cache", PlanDecision.TRACE_AGAIN),
 ]
 
 
 def test_a_step_about_which_nothing_speaks_is_planned_as_one() -> None:
-    """Of one graph or of several."""
     assert NOTHING.decide() is PlanDecision.PLAN
-    assert dataclasses.replace(NOTHING, num_graphs=3).decide() is PlanDecision.PLAN
 
 
 def test_the_first_fact_that_holds_decides() -> None:
@@ -108,6 +103,3 @@ def test_the_first_fact_that_holds_decides() -> None:
             named = {name: holds for (name, _), holds in zip(RANKED, facts, strict=True)}
             _, decision = RANKED[facts.index(True)]
             assert dataclasses.replace(NOTHING, **named).decide() is decision
-            several = PlanDecision.REFUSE if decision is PlanDecision.MAY_EXCEED else decision
-            for count in (2, 3):
-                assert dataclasses.replace(NOTHING, num_graphs=count, **named).decide() is several

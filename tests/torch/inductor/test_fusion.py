@@ -47,32 +47,6 @@ def test_a_pointwise_op_writes_over_an_operand_that_dies() -> None:
     assert peak(chain(mm, mm, mm, sizes=(40, 40, 8))) == 80
 
 
-def test_two_ops_that_read_one_operand_are_fused_and_write_elsewhere() -> None:
-    """As the gradients of both factors of a product do. One that needs the other is its last reader."""
-    mm, exp, mul = "aten.mm.default", "aten.exp.default", "aten.mul.Tensor"
-    values = (Value("x", 40), Value("a", 40), Value("b", 40), Value("y", 4, kept=True))
-    first, second = Op("mm", (), (0,), 10, kind=mm), Op("exp", (0,), (1,), 10, kind=exp)
-    last = Op("end", (1, 2), (3,), 10, kind=mm)
-    assert peak(Graph((first, second, Op("sin", (0,), (2,), 10, kind=exp), last), values)) == 120
-    assert peak(Graph((first, second, Op("mul", (0, 1), (2,), 10, kind=mul), last), values)) == 84
-
-
-def test_results_of_ops_that_read_one_operand_are_there_at_once() -> None:
-    """The gradients of a gated MLP and the product that is computed again for its weight: three results beside four operands."""
-    mm, mul, exp = "aten.mm.default", "aten.mul.Tensor", "aten.exp.default"
-    ops = (
-        *(Op(name, (), (v,), 10, kind=mm) for v, name in enumerate(("gate", "act", "up", "gradient"))),
-        Op("of gate", (0, 2, 3), (4,), 10, kind=exp),  # written over the gate, which nothing else reads
-        Op("of up", (1, 3), (5,), 10, kind=exp),
-        Op("product", (1, 2), (6,), 10, kind=mul),
-        *(Op(f"end {v}", (v,), (v + 3,), 10, kind=mm) for v in (4, 5, 6)),
-    )
-    values = (*(Value(f"v{v}", 40) for v in range(7)), *(Value(f"y{v}", 4, kept=True) for v in range(3)))
-    assert peak(Graph(ops, values)) == 6 * 40
-    apart = (*ops[:6], Op("other", (4,), (7,), 10, kind=mm), ops[6], *ops[8:])
-    assert peak(Graph(apart, values)) == 5 * 40, "a kernel of another library is between them"
-
-
 def test_what_is_read_between_two_kernels_only_is_not_stored() -> None:
     """A softmax: its exponentials are read by a sum over rows and by the division. Else they are written over the operand."""
     mm, exp, total, div = "aten.mm.default", "aten.exp.default", "aten.sum.dim_IntList", "aten.div.Tensor"

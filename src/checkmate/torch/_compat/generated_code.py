@@ -17,7 +17,6 @@ from torch._inductor.utils import get_dtype_size
 from torch.fx import Node
 
 from checkmate.torch._compat import replaced
-from checkmate.torch._compat.symbolic import largest_value
 
 
 class Allocate(NamedTuple):
@@ -210,16 +209,12 @@ def _results(graph: GraphLowering, node: Any, parts: Sequence[Any]) -> list[Allo
 
 
 def _storage_bytes(graph: GraphLowering, node: Any) -> int:
-    """Bytes of the storage that a buffer is allocated with; symbolic sizes count at their largest."""
+    """Bytes of the storage that a buffer is allocated with."""
     layout = node.get_output_spec() if isinstance(node, ir.Buffer) else node.get_layout()
     if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
         return 0
-    sizes, extent = graph.sizevars, graph.get_allocation_storage_size(node)
-    if getattr(extent, "free_symbols", None):
-        # Inductor names some expressions by symbols of their own.
-        largest = largest_value(extent.xreplace(sizes.inv_precomputed_replacements), sizes.shape_env)
-        extent = extent if largest is None else largest
-    return int(sizes.optimization_hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
+    extent = graph.get_allocation_storage_size(node)
+    return int(graph.sizevars.optimization_hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
 
 
 def buffer_bytes(graph: GraphLowering, node: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor import config as inductor_config
 from torch._inductor.choices import InductorChoices
-from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppScheduling, CppVecOverrides
+from torch._inductor.codegen.cpp import CppOverrides, CppScheduling, CppVecOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -30,7 +30,6 @@ from torch.utils._ordered_set import OrderedSet
 
 from checkmate.torch._compat import replaced
 from checkmate.torch._compat.generated_code import buffer_bytes
-from checkmate.torch._compat.symbolic import at_upper_bounds
 
 __all__ = ["CustomPartitionerFn", "InductorChoices", "compile_fx", "compile_fx_inner", "inductor_config", "invoke_subgraph"]
 
@@ -79,7 +78,6 @@ def under_a_plan(choices: InductorChoices) -> Iterator[None]:
             (SchedulerNode, "recompute_size_and_body", _recompute_and_order),
             (SchedulerNode, "decide_inplace_update", _write_over_what_dies),
             (CppScheduling, "codegen_node", _free_between_loops),
-            (CppKernel, "need_use_acc_helper", _sum_for_every_size),
             (GraphLowering, "make_subgraph", _donate_to_subgraph),
             *((CppOverrides, name, staticmethod(_as_in_a_vector(name))) for name in _FUNCTIONS),
             *((entry, "extra_check", lambda match: False) for entry in _addmm_patterns()),
@@ -214,26 +212,6 @@ def _as_in_a_vector(name: str) -> Callable[[Any], str]:
         return " ".join(line.strip() for line in text.splitlines())
 
     return function
-
-
-_need_use_acc_helper = CppKernel.need_use_acc_helper
-
-
-def _sum_for_every_size(kernel: CppKernel, *args: Any, **kwargs: Any) -> bool:
-    """Have a C++ kernel with symbolic sizes add in the way of its largest size, instead of guarding on one way.
-
-    Inductor adds more than 4096 numbers in cascades, which are right for fewer as well. With a guard on that, code for up to
-    512 rows of 64 numbers would serve no fewer than 65 rows, and ``mark_dynamic`` with a range beyond that would be an error.
-    """
-    sizes: Any = V.graph.sizevars
-    guard = sizes.guard_or_false
-
-    def at_largest(condition: Any) -> bool:
-        largest = at_upper_bounds(condition, sizes.shape_env)
-        return bool(guard(condition)) if largest is None else largest
-
-    with replaced(sizes, "guard_or_false", at_largest):
-        return bool(_need_use_acc_helper(kernel, *args, **kwargs))
 
 
 _make_subgraph = GraphLowering.make_subgraph

@@ -64,12 +64,8 @@ def upper_bound(number: torch.SymInt) -> int | None:
     Interval arithmetic gives a bound, which is exact if it is attained with every symbol at its upper bound. Otherwise, as in
     ``1024 - n``, the expression is sampled along the range of each symbol.
     """
-    return largest_value(number.node.expr, number.node.shape_env)
-
-
-def largest_value(expression: Any, env: Any) -> int | None:
-    """Largest value of a sympy expression over the ranges of its symbols; None if a symbol has no upper bound."""
-    ranges = {s: env.var_to_range[s] for s in expression.free_symbols}
+    expression = number.node.expr
+    ranges = {s: number.node.shape_env.var_to_range[s] for s in expression.free_symbols}
     if any(r.upper is int_oo for r in ranges.values()):
         return None
     return _largest(expression, tuple(sorted(((s, int(r.lower), int(r.upper)) for s, r in ranges.items()), key=str)))
@@ -89,20 +85,6 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
                 found += [int(value)] if value.is_Integer else []
     return max(found)
-
-
-def at_upper_bounds(condition: Any, env: Any) -> bool | None:
-    """Whether a sympy condition holds with every symbol at its upper bound; None if a symbol has none."""
-    upper = {s: env.var_to_range[s].upper for s in condition.free_symbols if s in env.var_to_range}
-    if len(upper) < len(condition.free_symbols) or int_oo in upper.values():
-        return None
-    return {sympy.true: True, sympy.false: False}.get(condition.xreplace(upper))
-
-
-def guards_against_upper_bounds(env: Any) -> list[str]:
-    """Guards of a ``ShapeEnv``, as text, that do not hold with every symbol at its upper bound, if it has one."""
-    upper = {s: r.upper for s, r in env.var_to_range.items() if r.upper is not int_oo}
-    return [str(g.expr) for g in env.guards if g.expr.xreplace(upper) == sympy.false]
 
 
 def emit_expression(graph: fx.Graph, number: torch.SymInt, known: Mapping[sympy.Expr, fx.Node]) -> fx.Node | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkmate.cost.device import Device
-from checkmate.torch.emulate.autocast import cast_if_autocast
+from checkmate.torch.emulate.autocast import cast
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 aten = torch.ops.aten
@@ -47,9 +47,10 @@ def attention_for(device: Device) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        here = query.device.type
+        here, mask = query.device.type, attn_mask
         # The dispatcher casts before it selects a kernel; the ops below must not be cast a second time.
-        query, key, value, mask = cast_if_autocast(here, (query, key, value, attn_mask))
+        if torch.is_autocast_enabled(here):
+            query, key, value, mask = cast((query, key, value, mask), torch.get_autocast_dtype(here))
         with torch.autocast(here, enabled=False):
             kernel = select_kernel(device, query, key, value, mask, dropout_p, is_causal)
             if kernel == "math":

@@ -54,12 +54,6 @@ def cuda_autocast_rules() -> Iterator[None]:
         yield
 
 
-def cast_if_autocast(device_type: str, tensors: Any) -> Any:
-    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does."""
-    on = torch.is_autocast_enabled(device_type)
-    return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
-
-
 def _kernel(name: str) -> Callable[..., Any]:
     """An op by CUDA's rule: the rule of the first list above that names it, else float32."""
     packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")

@@ -47,6 +47,11 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
         )
 
 
+def has_dynamic_sizes(example_inputs: Sequence[Any]) -> bool:
+    """Whether a size among the inputs of a graph is still symbolic after `bound_dynamic_shapes`."""
+    return any(isinstance(value, torch.SymInt) and value.node.expr.free_symbols for value in example_inputs)
+
+
 def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that compute numbers only from the sizes of a graph's inputs, for example ``batch * sequence``.
 

@@ -24,9 +24,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.plan_store import misfits
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.dispatch import FakeTensor
-from checkmate.torch._compat.symbolic import bound_by_hint, guards_against_upper_bounds, value_at_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.generate import CompiledGraph, generate
 from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces
@@ -108,19 +106,10 @@ class _Trials:
             )
         self.compiled: list[CompiledGraph] = []
         self._gm, self._inputs, self._compilation = gm, example_inputs, compilation
-        self._traced = traced_values(gm)
-        bound_sizes(self._traced)
-        self._dynamic = dynamic_dimensions(self._traced)
-        if self._dynamic and compilation.hooks.whole:
-            raise OptionError(
-                "compiler='inductor' compiles a whole step for sizes that do not change",
-                hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
-            )
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
         self._patches = config_patches(compilation.options, devices)
-        fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches, self._dynamic)
-        # No key has the largest sizes of a dynamic graph.
-        cached = not self._dynamic and compilation.may_be_cached()
+        fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches)
+        cached = compilation.may_be_cached()
         self._problem = f"{compilation.resident} {fingerprint}" if cached else None
         described = [
             f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
@@ -148,51 +137,21 @@ class _Trials:
         return self.counted()
 
     def counted(self) -> StepMemory | None:
-        """The memory that was counted in the newest code; the code must serve the largest sizes of its plan."""
-        sizes = [n for value in self._traced if isinstance(value, torch.Tensor) for n in value.shape]
-        symbols = [n for n in sizes if isinstance(n, torch.SymInt)]
-        excluded = guards_against_upper_bounds(symbols[0].node.shape_env) if symbols else []
-        if excluded:
-            raise OptionError(
-                f"the compiled code does not serve the largest of the dynamic sizes: it needs {', '.join(excluded)}",
-                hint="let the first batch have the largest sizes, compile with dynamic=False, or with compiler='eager'",
-            )
+        """The memory that was counted in the newest code."""
         return self.compiled[-1].counted
 
     def measure(self, index: int) -> StepMemory:
-        """The measured memory of a compilation, whose kernels are built for the measurement.
-
-        With dynamic sizes a step of the largest sizes is measured, and the result is at least the counted memory: some sizes,
-        such as ``1024 - n``, are largest in smaller steps.
-        """
+        """The measured memory of a compilation, whose kernels are built for the measurement."""
         compiled = self.compiled[index]
         compiled.kernels.build()
-        inputs = largest_inputs(self._inputs, self._traced)
-        try:
-            step = self._measured(compiled, inputs)
-        except (RuntimeError, IndexError, AssertionError) as error:
-            if all(a is b for a, b in zip(inputs, self._inputs, strict=True) if isinstance(a, torch.Tensor)):
-                raise
-            shapes = ", ".join(str(tuple(inputs[i].shape)) for i in dict.fromkeys(i for i, _ in self._dynamic))
-            raise OptionError(
-                f"a step of the largest sizes, {shapes}, does not run: {error}",
-                hint="give torch._dynamo.mark_dynamic(x, dim, min=2, max=...) the largest size that the model takes, or compile "
-                "with dynamic=False, or with compiler='eager'",
-            ) from error
-        if compiled.counted is None:
-            return step
-        if step != compiled.counted:
-            _log.debug("counted in the generated code: %s; measured: %s", compiled.counted, step)
-        if not self._dynamic:
-            return step
-        counted = dataclasses.asdict(compiled.counted)
-        return StepMemory(**{name: max(size, counted[name]) for name, size in dataclasses.asdict(step).items()})
-
-    def _measured(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> StepMemory:
         if compiled.whole is None:
-            return measure_step(compiled.run, inputs, hold_outputs=self._task.hold_outputs)
-        with compiled.whole.on_trial():
-            return measure_whole_step(compiled.run, inputs)
+            step = measure_step(compiled.run, self._inputs, hold_outputs=self._task.hold_outputs)
+        else:
+            with compiled.whole.on_trial():
+                step = measure_whole_step(compiled.run, self._inputs)
+        if compiled.counted not in (None, step):
+            _log.debug("counted in the generated code: %s; measured: %s", compiled.counted, step)
+        return step
 
 
 def _plan(
@@ -219,82 +178,3 @@ def _plan(
         for getitem in member.getitems:
             getitem.meta["inductor_realize_to_strides"] = True
     return dataclasses.replace(capture, graph=graph), result
-
-
-def traced_values(gm: fx.GraphModule) -> list[Any]:
-    """The values with which Dynamo traced the inputs of a graph: fake tensors, symbolic numbers, and others."""
-    metas = [node.meta for node in gm.graph.nodes if node.op == "placeholder"]
-    return [meta.get("example_value", meta.get("val")) for meta in metas]
-
-
-def dynamic_dimensions(traced: Sequence[Any]) -> list[tuple[int, int]]:
-    """Symbolic dimensions of the inputs: positions of input and dimension."""
-    return [
-        (i, dim)
-        for i, value in enumerate(traced)
-        if isinstance(value, torch.Tensor)
-        for dim, size in enumerate(value.shape)
-        if _symbols(size)
-    ]
-
-
-def bound_sizes(traced: Sequence[Any]) -> None:
-    """Give every symbol in shapes and strides an upper bound, through guards: its current value, if there is no other yet."""
-    for value in traced:
-        for number in _geometry(value):
-            if _symbols(number):
-                bound_by_hint(number)
-
-
-def largest_inputs(inputs: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
-    """Inputs of the largest sizes: those of the first batch if it has these sizes, else copies that repeat them."""
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    storages: dict[int, tuple[Any, ...]] = {}
-    found: list[Any] = []
-    for value, of in zip(inputs, traced, strict=True):
-        if isinstance(value, torch.SymInt):
-            found.append(_largest(value))
-        elif isinstance(value, torch.Tensor) and (sizes := [_largest(n) for n in _geometry(of)]) != _geometry(value):
-            view = (storage_key(value), *_geometry(value))
-            if storages.setdefault(view[0], view) != view:
-                raise OptionError(
-                    "inputs of dynamic sizes share memory, so that a step of the largest sizes cannot be tried out",
-                    hint="pass copies (tensor.clone()), compile with dynamic=False, or with compiler='eager'",
-                )
-            if view not in copies:
-                copies[view] = _repeated(value, sizes[: value.ndim], sizes[value.ndim : 2 * value.ndim])
-            found.append(copies[view].detach().requires_grad_(value.requires_grad))
-        else:
-            found.append(value)
-    return found
-
-
-def _geometry(value: Any) -> list[Any]:
-    """Sizes, strides and offset of a tensor, one after the other; nothing for other values."""
-    return [*value.shape, *value.stride(), value.storage_offset()] if isinstance(value, torch.Tensor) else []
-
-
-def _symbols(number: Any) -> bool:
-    """Whether a number has symbols in it; a specialised number has none any more."""
-    return isinstance(number, torch.SymInt) and bool(number.node.expr.free_symbols)
-
-
-def _largest(number: Any) -> int:
-    if not isinstance(number, torch.SymInt):
-        return int(number)
-    largest = value_at_upper_bounds(number)
-    return int(number.node.hint if largest is None else largest)
-
-
-def _repeated(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """A tensor of some shape and strides that repeats another tensor along each dimension."""
-    with torch.no_grad():
-        tensor = tensor.detach()
-        # An expanded dimension is one row in memory, and stays one.
-        stored = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
-        for dim, size in enumerate(stored):
-            rows = tensor.shape[dim]
-            if rows != size:
-                tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % max(rows, 1))
-        made = torch.empty_strided(stored, strides, dtype=tensor.dtype, device=tensor.device)
-        return made.copy_(tensor).expand(shape)

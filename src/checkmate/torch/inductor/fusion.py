@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import fx
 
-from checkmate.core.graph import Graph, Op
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.solvers.reductions.contract_chains import ContractChains, FusibleKinds
 from checkmate.studies.lifetimes import StorageLifetime, storage_lifetimes
@@ -62,8 +61,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
 
     In addition to the account of `simulate`, Inductor fuses *runs* of ops without another library's kernel between them: a value
     that is computed and read only inside a run is not stored. The result of a pointwise op is written over an operand of the
-    same size that dies there, unless another op of the run also reads the operand and the pointwise op does not depend on it:
-    both are fused then. Fused ops are one kernel: all its results are allocated before it, and its inputs are freed after it.
+    same size that dies there.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
@@ -91,18 +89,16 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
             last = until.get(reads[-1], reads[-1])
             stored[at] = life._replace(gone_at=max(life.gone_at, last + 1))
             # A pointwise op that stores nothing is part of its readers.
-            if (last == reads[-1] or runs.pointwise(reads[-1])) and runs.last_alone(reads):
+            if last == reads[-1] or runs.pointwise(reads[-1]):
                 dying.setdefault((last, graph.values[life.value].size_bytes), []).append(at)
-    # The results of a kernel are allocated before it, and its inputs are freed after it.
-    ends = [life.gone_at if life.gone_at > len(plan.steps) else runs.kernel(life.gone_at - 1)[1] + 1 for life in stored]
-    begins = [runs.kernel(life.made_at)[0] for life in stored]
-    for begin, life in zip(begins, stored, strict=True):
+    ends = [life.gone_at for life in stored]
+    for life in stored:
         over = dying.get((life.made_at, graph.values[life.value].size_bytes))
         if over and runs.pointwise(life.made_at):
-            ends[over.pop()] = begin
+            ends[over.pop()] = life.made_at
     change = np.zeros(len(plan.steps) + 2, dtype=np.int64)
-    for begin, end, life in zip(begins, ends, stored, strict=True):
-        change[begin] += graph.values[life.value].size_bytes
+    for end, life in zip(ends, stored, strict=True):
+        change[life.made_at] += graph.values[life.value].size_bytes
         change[end] -= graph.values[life.value].size_bytes
     workspace = [graph.ops[s.op].workspace_bytes if isinstance(s, Compute) else 0 for s in plan.steps]
     return int((np.cumsum(change[: len(workspace)]) + workspace).max(initial=0))
@@ -117,74 +113,22 @@ class _Runs:
         self._run: dict[int, int] = {}  # step to the number of its run
         self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
         self._views: dict[int, list[int]] = {}
-        self._made: dict[int, list[int]] = {}  # the steps that compute it
-        self._kernel: dict[int, tuple[int, int]] = {}  # step to the first and last step of its kernel
         fusible, run = kinds.pointwise | kinds.reductions, 0
         for p, step in enumerate(plan.steps):
             if not isinstance(step, Compute):
                 continue
             op = graph.ops[step.op]
             view = op.outputs and all(graph.values[v].base is not None for v in op.outputs)
-            for root in {graph.root[v] for v in op.outputs}:
-                self._made.setdefault(root, []).append(p)
             for root in {graph.root[v] for v in op.inputs}:
                 (self._views if view else self._reads).setdefault(root, []).append(p)
             if op.kind in fusible:
                 self._run[p] = run
             elif not view:
                 run += 1
-        for _, steps in groupby(self._run, key=self._run.__getitem__):
-            self._fuse_readers([p for p in steps if self.pointwise(p)])
-
-    def _fuse_readers(self, steps: Sequence[int]) -> None:
-        """Find the kernels of a run: its ops of one size that read the same storages, and none of each other's results."""
-        kernels: list[tuple[int, set[int], list[int]]] = []  # size, storages that are read, steps
-        for p in steps:
-            op = self._op(p)
-            size = sum(self._graph.values[v].size_bytes for v in op.outputs)
-            read = {self._graph.root[v] for v in op.inputs if self._graph.values[self._graph.root[v]].size_bytes >= size}
-            for bytes_made, reads, members in kernels:
-                if bytes_made == size and not reads.isdisjoint(read) and self._needed_by(p, members[0]).isdisjoint(members):
-                    reads |= read
-                    members.append(p)
-                    break
-            else:
-                kernels.append((size, read, [p]))
-        for *_, members in kernels:
-            self._kernel.update(dict.fromkeys(members, (members[0], members[-1])))
-
-    def kernel(self, step: int) -> tuple[int, int]:
-        """The first and the last step of the kernel that a step is part of."""
-        return self._kernel.get(step, (step, step))
 
     def reads(self, life: StorageLifetime) -> list[int]:
         """Steps that read a storage, without steps that make views."""
         return _between(self._reads.get(life.value, []), life)
-
-    def last_alone(self, reads: Sequence[int]) -> bool:
-        """Whether the last of the steps that read a storage depends on all the others that may be fused with it."""
-        last = reads[-1]
-        others = [p for p in reads[:-1] if self._run.get(p) == self._run.get(last)]
-        return not others or set(others) <= self._needed_by(last, others[0])
-
-    def _needed_by(self, step: int, first: int) -> set[int]:
-        """Steps from ``first`` on that a step depends on, through values computed since then."""
-        todo, found = [step], {step}
-        while todo:
-            p = todo.pop()
-            for root in {self._graph.root[v] for v in self._op(p).inputs}:
-                made = self._made.get(root, [])
-                at = bisect_left(made, p) - 1
-                if at >= 0 and made[at] >= first and made[at] not in found:
-                    found.add(made[at])
-                    todo.append(made[at])
-        return found
-
-    def _op(self, step: int) -> Op:
-        """The op of a step that computes an op."""
-        compute = self._plan.steps[step]
-        assert isinstance(compute, Compute)
-        return self._graph.ops[compute.op]
 
     def pointwise(self, step: int) -> bool:
         """Whether a step computes a pointwise op."""

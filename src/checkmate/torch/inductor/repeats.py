@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -73,10 +74,9 @@ def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> 
         setattr(outlined, name, occurrences[0].module())
         calls[name] = [_call(outlined.graph, name, _Sequence.of([copies[n] for n in s.nodes])) for s in occurrences]
     outlined.graph.eliminate_dead_code()
-    storages = _Storages.of(outlined.graph, donated)
+    dying = _dying_operands(outlined.graph, donated)
     for name, called in calls.items():
-        dying = [frozenset(i for i, n in enumerate(_operands(call)) if storages.dies(n, call)) for call in called]
-        getattr(outlined, name).meta[DONATED] = frozenset.intersection(*dying)
+        getattr(outlined, name).meta[DONATED] = frozenset.intersection(*(dying[call] for call in called))
     outlined.graph.lint()
     outlined.recompile()
     return outlined
@@ -214,43 +214,33 @@ def _is_free(node: fx.Node) -> bool:
     return makes_views(node) or not node.all_input_nodes
 
 
-def _operands(call: fx.Node) -> list[fx.Node]:
-    return [n for n in call.args[2:] if isinstance(n, fx.Node)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Storages:
-    """The storages of a graph."""
-
-    owner: dict[fx.Node, fx.Node]  # the first node with the storage of each node
-    last: dict[fx.Node, fx.Node]  # the node that reads each storage last, by its owner
-
-    @classmethod
-    def of(cls, graph: fx.Graph, donated: Set[int]) -> _Storages:
-        """The storages of a graph."""
-        owner: dict[fx.Node, fx.Node] = {}
-        last: dict[fx.Node, fx.Node] = {}
-        inputs: dict[int, fx.Node] = {}
-        for node in graph.nodes:
-            source = node.all_input_nodes[0] if node.target is operator.getitem else node
-            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
-                owner[node] = inputs.setdefault(storage_key(node.meta["val"]), node)
-            elif source.op == "call_function" and makes_views(source):
-                owner[node] = owner[node.all_input_nodes[0]]
-                continue
-            else:
-                owner[node] = node
-            for read in node.all_input_nodes:
-                last[owner[read]] = node
-        given = [n for n in graph.nodes if n.op == "placeholder"]
-        fixed = {owner[n] for i, n in enumerate(given) if i not in donated} | {n for n in graph.nodes if n.op == "get_attr"}
-        return cls(owner, {n: reader for n, reader in last.items() if n not in fixed})
-
-    def dies(self, node: fx.Node, call: fx.Node) -> bool:
-        """Whether a call reads a storage last, and through only one of its operands."""
-        owner = self.owner[node]
-        alone = sum(self.owner[n] is owner for n in _operands(call)) == 1
-        return alone and self.last.get(owner) is call and (owner is node or node.op == "placeholder")
+def _dying_operands(graph: fx.Graph, donated: Set[int]) -> dict[fx.Node, frozenset[int]]:
+    """Positions of the operands of each call whose storages are read last by the call, and through only one of its operands."""
+    owner: dict[fx.Node, fx.Node] = {}  # the first node with the storage of each node
+    last: dict[fx.Node, fx.Node] = {}  # the node that reads each storage last, by its owner
+    inputs: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            owner[node] = inputs.setdefault(storage_key(node.meta["val"]), node)
+        elif source.op == "call_function" and makes_views(source):
+            owner[node] = owner[node.all_input_nodes[0]]
+            continue
+        else:
+            owner[node] = node
+        for read in node.all_input_nodes:
+            last[owner[read]] = node
+    given = graph.find_nodes(op="placeholder")
+    fixed = {owner[n] for i, n in enumerate(given) if i not in donated} | {n for n in graph.nodes if n.op == "get_attr"}
+    found: dict[fx.Node, frozenset[int]] = {}
+    for call in graph.find_nodes(op="call_function", target=invoke_subgraph):
+        operands = [n for n in call.args[2:] if isinstance(n, fx.Node)]
+        readings = Counter(owner[n] for n in operands)
+        dying = {o for o, count in readings.items() if count == 1 and last.get(o) is call and o not in fixed}
+        found[call] = frozenset(
+            i for i, n in enumerate(operands) if owner[n] in dying and (owner[n] is n or n.op == "placeholder")
+        )
+    return found
 
 
 def _call(graph: fx.Graph, name: str, sequence: _Sequence) -> fx.Node:

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
@@ -344,8 +345,9 @@ def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tupl
         plan = Plan.from_order(graph, found)
         if found == order or validate(graph, plan):
             return order
-        held = _bytes_by_computation(plan, simulate(graph, plan).bytes.tolist())
-        still = {p for p, size in enumerate(held) if size > limit_bytes}
+        computations = [p for p, step in enumerate(plan.steps) if isinstance(step, Compute)]
+        held = np.maximum.reduceat(simulate(graph, plan).bytes, computations)  # the most until the next computation
+        still = set(np.flatnonzero(held > limit_bytes).tolist())
         if not still:
             return found
         over |= still
@@ -373,14 +375,3 @@ def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
             else:
                 found[stack.pop()] = None
     return list(found)
-
-
-def _bytes_by_computation(plan: Plan, by_step: Sequence[int]) -> list[int]:
-    """The most bytes from each computation to the next one."""
-    found: list[int] = []
-    for step, held in zip(plan.steps, by_step, strict=True):
-        if isinstance(step, Compute):
-            found.append(held)
-        elif found:
-            found[-1] = max(found[-1], held)
-    return found

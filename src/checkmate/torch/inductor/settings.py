@@ -81,9 +81,7 @@ def _refuse(name: str, given: str, value: Any) -> None:
         )
 
 
-def compiler_fingerprint(
-    inputs: Sequence[Any], options: Options, patches: Mapping[str, Any], dynamic: Sequence[tuple[int, int]] = ()
-) -> str:
+def compiler_fingerprint(inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]) -> str:
     """Hash of everything except the graph that decides the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     settings = {
@@ -94,7 +92,6 @@ def compiler_fingerprint(
             k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
             for k, v in inductor_config.save_config_portable().items()
         },
-        "dynamic": dynamic,
         "patches": {name: repr(value) for name, value in patches.items()},
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -19,13 +19,13 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from checkmate.core.errors import OptionError
+from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.storages import leaves, storage_key
 from checkmate.torch.graph.traced import retraced
-from checkmate.torch.joint.capture import with_workspace
 from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {
@@ -37,8 +37,9 @@ WHOLE_STEP_CONFIG: dict[str, Any] = {
 class WholeStep:
     """A compiled whole step, with the optimizer's state and learning rates as inputs after those of the traced graph."""
 
+    run: BoxedRun  # what Inductor compiled
+
     def __init__(self) -> None:
-        self.run: BoxedRun = _not_compiled
         self._groups: Sequence[_Group] = ()
         self._parameters: Sequence[_ParameterState] = ()
         self._known: list[list[torch.Tensor]] = []  # the states at the last step, which need not be checked again
@@ -46,8 +47,12 @@ class WholeStep:
 
     def plan(self, module: fx.GraphModule, task: Task) -> tuple[fx.GraphModule, list[torch.Tensor]]:
         """The module that runs a plan, with all updates as ATen ops, and fake tensors for its additional inputs."""
-        # Inductor computes each update in one loop, without temporary tensors.
-        costs = with_workspace(task.costs, UPDATE, lambda update: 0)
+
+        def costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
+            # Inductor computes each update in one loop, without temporary tensors.
+            found = zip(nodes, task.costs(nodes), strict=True)
+            return [cost._replace(workspace_bytes=0) if n.target is UPDATE else cost for n, cost in found]
+
         planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
         _refuse_shared_storages(planned.graph)
         writer = _UpdateWriter(planned.graph)
@@ -78,10 +83,6 @@ class WholeStep:
             yield
         finally:
             self._trial = None
-
-
-def _not_compiled(args: list[Any]) -> Any:
-    raise AssertionError("the step is not compiled")
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -42,16 +42,6 @@ Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
 """Maps nodes to their costs, in order."""
 
 
-def with_workspace(costs: Costs, target: object, bytes_of: Callable[[fx.Node], int]) -> Costs:
-    """Costs of ops, with ``bytes_of`` as the workspace of the ops with one target."""
-
-    def changed(nodes: Sequence[fx.Node]) -> list[OpCost]:
-        found = zip(nodes, costs(nodes), strict=True)
-        return [cost._replace(workspace_bytes=bytes_of(n)) if n.target is target else cost for n, cost in found]
-
-    return changed
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
     """The FX nodes of one op of a captured graph: the op, and the getitems that select its outputs."""

@@ -148,10 +148,9 @@ class KnownStep:
         """The facts that decide how the step runs, given the allotment of its first graph."""
         runs, first, earlier = self.recorder.runs, self.first, room.earlier
         fused = [run.planned for run in runs if not run.planned.replaceable]
-        vary = any(planned.dynamic for planned in fused)
         is_own_plan = (
             len(runs) == 1
-            and (first.alone or vary)
+            and first.alone
             and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
             and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
@@ -162,13 +161,11 @@ class KnownStep:
             keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
             less = most - max(earlier)
             smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            can_shrink = smaller and bool(fused) and not vary and first.ranks is None
+            can_shrink = smaller and bool(fused) and first.ranks is None
         return StepFacts(
-            num_graphs=len(runs),
             plan_given=any(run.planned.options.plan is not None for run in runs),
             keeps_budget=keeps_budget,
             can_shrink=can_shrink,
-            fixed_sizes_vary=vary,
             compiled_for_plan=compiled_for_plan,
             from_cache=any(run.planned.joint is None for run in runs),
         )

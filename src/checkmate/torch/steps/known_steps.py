@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import (
@@ -257,20 +257,6 @@ class KnownSteps:
         match step.facts(room, allotted, compiled_for_plan).decide():
             case PlanDecision.PLAN:
                 return self._planned_as_one(step, room)
-            case PlanDecision.REFUSE:
-                # A new compilation would be for the sizes of the next batch, whatever sizes were announced.
-                raise OptionError(
-                    f"this step runs {len(graphs)} graphs, and compiler='inductor' plans only one graph for sizes that change",
-                    hint="compile the model with its loss as one graph, or compile with dynamic=False, or with compiler='eager'",
-                )
-            case PlanDecision.MAY_EXCEED:
-                self._warn_once(
-                    step,
-                    "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves "
-                    "room for; with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True "
-                    "leaves room for gradients, reserve for everything else",
-                    step.budget,
-                )
             case PlanDecision.COMPILE_FOR_LESS:
                 less = step.most_bytes(allotted) - max(room.earlier)
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))

@@ -90,8 +90,6 @@ class PlanDecision(Enum):
 
     KEEP = "as its graphs were compiled"
     COMPILE_FOR_LESS = "its only graph is compiled again, for less than the budget"
-    REFUSE = "not at all: sizes change in a step of several graphs that Inductor compiled"
-    MAY_EXCEED = "as its graph was compiled, although that may exceed the budget"
     TRACE_AGAIN = "its graphs are compiled again: their code came from a cache, and nothing can be planned without a trace"
     PLAN = "its graphs run the programs of one plan"
 
@@ -100,11 +98,9 @@ class PlanDecision(Enum):
 class StepFacts:
     """The facts that decide how a step runs."""
 
-    num_graphs: int
     plan_given: bool  # the user gave a plan for one of the graphs
     keeps_budget: bool  # its only graph, as it was compiled, keeps the budget next to everything else
     can_shrink: bool  # its only graph can be compiled again for fewer bytes, and was not
-    fixed_sizes_vary: bool  # sizes change, and no other program can take the place of one that was compiled for them
     compiled_for_plan: bool  # its graphs were compiled again for the plan of this step
     from_cache: bool  # code of a graph came from a cache
 
@@ -114,8 +110,6 @@ class StepFacts:
             (self.plan_given or self.keeps_budget, PlanDecision.KEEP),
             (self.can_shrink, PlanDecision.COMPILE_FOR_LESS),
             (self.compiled_for_plan, PlanDecision.KEEP),
-            (self.fixed_sizes_vary and self.num_graphs > 1, PlanDecision.REFUSE),
-            (self.fixed_sizes_vary, PlanDecision.MAY_EXCEED),
             (self.from_cache, PlanDecision.TRACE_AGAIN),
         )
         return next((decision for holds, decision in guards if holds), PlanDecision.PLAN)
