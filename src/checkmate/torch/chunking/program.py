@@ -92,7 +92,7 @@ class Body:
 class ChunkedProgram:
     """The pieces of one ``checkmate::chunked`` op in the order in which they run, and the ops that run for each."""
 
-    key: str  # hash of all other fields
+    key: str  # hash of the stage's ops, layouts and cuts, on which all other fields depend
     results: tuple[Layout, ...]
     sums: tuple[bool, ...]  # which results are sums over the pieces
     pieces: tuple[Piece, ...]
@@ -162,15 +162,19 @@ def chunk_ops_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | No
 
 
 def program_for(stage: Stage) -> ChunkedProgram:
-    """The program of a stage."""
-    content = _content(stage)
-    if content not in _BY_CONTENT:
-        _BY_CONTENT[content] = _assembled(stage, *pieces_of(stage))
-    return _BY_CONTENT[content]
-
-
-_BY_CONTENT: dict[str, ChunkedProgram] = {}
-"""Programs by the content of their stages. Layers repeat, and a look-up is much faster than tracing their pieces."""
+    """The program of a stage. Layers repeat, and a look-up is much faster than tracing their pieces."""
+    key = hashlib.sha256(_content(stage).encode()).hexdigest()[:16]
+    if key not in _PROGRAMS:
+        views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
+        if views:  # a copy would be counted as its base, and elements of an expanded tensor are one
+            raise NotChunkable(f"{views[0]} is a view that an op reads whole")
+        pieces, graphs = pieces_of(stage)
+        buffers = [share_buffers(piece.graph) for piece in graphs]
+        bodies = tuple(Body(boxed(piece.module), piece.graph, shared) for piece, shared in zip(graphs, buffers, strict=True))
+        layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
+        sums = tuple(placement == SUM for placement in stage.results.values())
+        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), bodies)
+    return _PROGRAMS[key]
 
 
 def _content(stage: Stage) -> str:
@@ -181,7 +185,7 @@ def _content(stage: Stage) -> str:
         """A value of the stage by its number; a value of which only the shape counts, by its layout."""
         return numbers[read] if read in numbers else str(_layouts(read.meta.get("val")) or read.name)
 
-    lines = [f"{stage.region.count} {stage.unit_tangent is not None}"]
+    lines = [f"2 {stage.region.count}"]  # raise the first number when other code is written for the same stage
     for value, placement in stage.operands:
         lines.append(f"{numbers.setdefault(value, f'%{len(numbers)}')} {placement} {Layout.of(tensor(value))}")
     for op in stage.all_ops:
@@ -190,23 +194,6 @@ def _content(stage: Stage) -> str:
         lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
     lines += [f"{numbers[value]} {placement} {value in stage.copies}" for value, placement in stage.results.items()]
     return "\n".join(lines)
-
-
-def _assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
-    """The program of a stage from its pieces."""
-    views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
-    if views:  # a copy would be counted as its base, and elements of an expanded tensor are one
-        raise NotChunkable(f"{views[0]} is a view that an op reads whole")
-    sums = tuple(placement == SUM for placement in stage.results.values())
-    layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
-    modules = [(body.module, share_buffers(body.module.graph)) for body in bodies]
-    given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
-    text = repr((given, layouts, sums, pieces, [_text(module.graph) for module, _ in modules]))
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if key not in _PROGRAMS:
-        runs = tuple(Body(boxed(module), module.graph, buffers) for module, buffers in modules)
-        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs)
-    return _PROGRAMS[key]
 
 
 def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
@@ -231,17 +218,6 @@ def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
     found = slices_of(value, placement, count)
     assert found is not None
     return found
-
-
-def _text(graph: fx.Graph) -> str:
-    """All that the result of a graph depends on, without the names of its nodes."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-        traced = node.meta.get("val")
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args} {_layouts(traced)}")
-    return "\n".join(lines)
 
 
 def _layouts(traced: object) -> list[Layout]:
