@@ -111,8 +111,8 @@ def _frame(frame: Any) -> Frame:
 class _Plain(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
     """The unpickler in Python: unlike that in C it reserves no memory for a memo index or a length that a file only claims."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which could run code")
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
 
 
 def plain_data(data: bytes) -> Any:

@@ -59,7 +59,7 @@ class AffineGraph:
             graph: Graph at one batch size.
             batch: That batch size.
         """
-        double = combined([graph], lambda size: 2 * size, lambda cost: 2 * cost)
+        double = combined([graph], lambda sizes: 2 * sizes[0], lambda costs: 2 * costs[0])
         double = msgspec.structs.replace(double, resident_bytes=graph.resident_bytes)
         return cls(graph, batch, double, 2 * batch)
 
@@ -71,7 +71,7 @@ class AffineGraph:
         """
         if batch < 1:
             raise OptionError(f"batch={batch!r} must be one or more")
-        return combined([self.small, self.large], lambda a, b: self._size(a, b, batch), lambda a, b: self._cost(a, b, batch))
+        return combined([self.small, self.large], lambda s: self._size(*s, batch), lambda c: self._cost(*c, batch))
 
     def _size(self, small: int, large: int, batch: int) -> int:
         if small >= large:
@@ -86,22 +86,22 @@ class AffineGraph:
         return large + slope * (batch - self.large_batch)
 
 
-def combined(graphs: Sequence[Graph], size: Callable[..., int], cost: Callable[..., int]) -> Graph:
+def combined(graphs: Sequence[Graph], size: Callable[[Sequence[int]], int], cost: Callable[[Sequence[int]], int]) -> Graph:
     """The first of some graphs of one step, with each size and each cost computed from those of all graphs."""
     ops = tuple(
         msgspec.structs.replace(
             same[0],
-            cost=cost(*(op.cost for op in same)),
-            workspace_bytes=size(*(op.workspace_bytes for op in same)),
-            replay_bytes=size(*(op.replay_bytes for op in same)),
+            cost=cost([op.cost for op in same]),
+            workspace_bytes=size([op.workspace_bytes for op in same]),
+            replay_bytes=size([op.replay_bytes for op in same]),
         )
         for same in zip(*(graph.ops for graph in graphs), strict=True)
     )
     values = tuple(
-        msgspec.structs.replace(same[0], size_bytes=size(*(value.size_bytes for value in same)))
+        msgspec.structs.replace(same[0], size_bytes=size([value.size_bytes for value in same]))
         for same in zip(*(graph.values for graph in graphs), strict=True)
     )
-    return msgspec.structs.replace(graphs[0], ops=ops, values=values, resident_bytes=size(*(g.resident_bytes for g in graphs)))
+    return msgspec.structs.replace(graphs[0], ops=ops, values=values, resident_bytes=size([g.resident_bytes for g in graphs]))
 
 
 def check_same_structure(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:

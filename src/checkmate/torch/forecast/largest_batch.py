@@ -293,6 +293,6 @@ def parabolas(traces: Mapping[int, Graph], lines: AffineGraph) -> Callable[[int]
             constant = x - linear * a - square * a * a
             return on_line if min(square, linear, constant) < 0 else math.ceil(square * size * size + linear * size + constant)
 
-        return combined([lines(size), traces[a], traces[b], traces[c]], value, value)
+        return combined([lines(size), traces[a], traces[b], traces[c]], lambda v: value(*v), lambda v: value(*v))
 
     return graph_at

@@ -27,7 +27,7 @@ from checkmate.torch.graph.op_properties import out_argument
 from checkmate.torch.graph.storages import storage_bytes
 from checkmate.torch.graph.traced import copy_graph, retraced
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak, trailing_reductions
-from checkmate.torch.joint.capture import Capture, Costs, capture_joint, with_workspace
+from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.partition.split import Recapture
 
 aten = torch.ops.aten
@@ -77,7 +77,12 @@ def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Nod
 
 def with_fused_pieces(costs: Costs) -> Costs:
     """Costs of ops, with the workspace of regions in pieces if Inductor fuses the ops of a piece."""
-    return with_workspace(costs, CHUNKED, _fused_bytes)
+
+    def changed(nodes: Sequence[fx.Node]) -> list[OpCost]:
+        found = zip(nodes, costs(nodes), strict=True)
+        return [cost._replace(workspace_bytes=_fused_bytes(n)) if n.target is CHUNKED else cost for n, cost in found]
+
+    return changed
 
 
 _FUSED_BYTES: dict[str, int] = {}
