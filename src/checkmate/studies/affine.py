@@ -71,7 +71,11 @@ class AffineGraph:
         """
         if batch < 1:
             raise OptionError(f"batch={batch!r} must be one or more")
-        return combined([self.small, self.large], lambda s: self._size(*s, batch), lambda c: self._cost(*c, batch))
+        return combined(
+            [self.small, self.large],
+            lambda sizes: self._size(sizes[0], sizes[1], batch),
+            lambda costs: self._cost(costs[0], costs[1], batch),
+        )
 
     def _size(self, small: int, large: int, batch: int) -> int:
         if small >= large:
