@@ -104,17 +104,15 @@ def test_a_signal_before_a_plan_exits_1(run, use):
     assert not Path("p.json").exists()
 
 
-def test_signals_while_the_plan_is_written_do_not_lose_it(run, use, monkeypatch):
+def test_signals_while_the_plan_is_written_do_not_lose_it(run, use, before_fsync):
     """A terminal that closes sends several; the second must not interrupt what the first has started."""
-    fsync = os.fsync
 
-    def disturbed(handle: int) -> None:
+    def disturbed(_handle: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
-        fsync(handle)
 
     use(Stopped(signal.SIGHUP, signal.SIGTERM))
-    monkeypatch.setattr("os.fsync", disturbed)
+    before_fsync(disturbed)
     done = run(*PLAN)
     assert done.code == 0, done
     assert is_whole("p.json")

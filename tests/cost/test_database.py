@@ -96,17 +96,11 @@ def test_a_lock_is_waited_for_once(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["BUSY", "LOCKED", "PROTOCOL", "BUSY_SNAPSHOT", "IOERR_LOCK", "IOERR_SHMLOCK", "IOERR_RDLOCK"])
-def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, monkeypatch, caplog):
+def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, fails, caplog):
     """A network file system that gives no lock of the log, or none at all, is told by other codes, after ten seconds each."""
-    tries = []
-
-    def waits(*_: object, **__: object) -> sqlite3.Connection:
-        tries.append(1)
-        error = sqlite3.OperationalError("locking protocol")
-        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
-        raise error
-
-    monkeypatch.setattr(sqlite3, "connect", waits)
+    error = sqlite3.OperationalError("locking protocol")
+    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
+    tries = fails("sqlite3.connect", error)
     path = tmp_path / "op_costs.sqlite"
     for _ in range(3):
         assert CostStore(path).get(["mm"]) == {}
@@ -182,13 +176,12 @@ def test_measured_plans_that_cannot_be_right_are_not_used(plan, tmp_path, caplog
 
 
 @pytest.mark.parametrize("fault", ["a-file", "cannot-be-made", "no-home"])
-def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, caplog, fault):
+def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, environ, fails, caplog, fault):
     """It has three files, and one cure."""
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setenv("CHECKMATE_CACHE", {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, ""))
+    environ["CHECKMATE_CACHE"] = {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, "")
     if fault == "no-home":
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
+        no_home(environ, fails)
         with pytest.raises(OptionError, match="the user has no home folder"):
             cache_folder()
     CostStore().add(MEASURED)
@@ -216,8 +209,10 @@ def test_a_measured_plan_that_is_no_plan_is_not_used(tmp_path, caplog):
     assert [str(tmp_path / "plans.sqlite") in message for message in caplog.messages] == [True]
 
 
-def no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
+def no_home(environ, fails) -> None:
+    """Let the user have no home folder."""
+    environ.pop("XDG_CACHE_HOME", None)
+    fails("pathlib.Path.home", RuntimeError("Could not determine home directory."))
 
 
 READ_ONLY = """

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from checkmate.cost import CostStore, OpCost, cache_folder
 
 _ADD = """
@@ -37,10 +35,10 @@ def test_more_keys_than_a_statement_takes(tmp_path: Path) -> None:
     assert len(store.get(str(k) for k in range(5000))) == 2500
 
 
-def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_can_be_chosen(environ: dict[str, str], tmp_path: Path) -> None:
     """By our own variable before the platform's."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    environ["CHECKMATE_CACHE"] = str(tmp_path)
     assert cache_folder() == tmp_path
-    monkeypatch.delenv("CHECKMATE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    del environ["CHECKMATE_CACHE"]
+    environ["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
     assert cache_folder().parts[-1].lower() == "checkmate" or "checkmate" in str(cache_folder()).lower()
