@@ -14,32 +14,27 @@ from checkmate.cost import database
 from tests.cli.test_capture import MODEL
 from tests.cost.test_database import damage, no_home
 
-FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file", "cannot-be-made", "no-home")
+FAULTS = ("garbage", "truncated", "foreign", "other-columns", "a-file", "cannot-be-made", "no-home")
 
 
 @pytest.fixture(params=FAULTS)
-def place(request, tmp_path, monkeypatch):
+def place(request, inside, environ, fails):
     """The faulty path, or a word of the message where there is none."""
-    monkeypatch.setattr(database.Database, "wait_s", 0.1)
-    monkeypatch.setattr(database, "_warned", set())
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))
-    monkeypatch.chdir(tmp_path)
+    database._warned.clear()
+    folder = inside / "cache"
+    environ["CHECKMATE_CACHE"] = "" if request.param == "no-home" else str(folder)
     if request.param == "no-home":
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
+        no_home(environ, fails)
         yield "no home folder"
     elif request.param == "a-file":
         folder.write_text("mine")
         yield str(folder)
     elif request.param == "cannot-be-made":
-        monkeypatch.setenv("CHECKMATE_CACHE", "/proc/none/cache")
+        environ["CHECKMATE_CACHE"] = "/proc/none/cache"
         yield "/proc/none/cache"
     else:
-        held = damage(request.param, folder / "op_costs.sqlite")
+        damage(request.param, folder / "op_costs.sqlite")
         yield str(folder / "op_costs.sqlite")
-        if held is not None:
-            held.close()
 
 
 def step(compiled: bool) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
     budget = resident + sum(p.nbytes for p in model.parameters()) + int(arrays * logits)
     assert budget < resident + keep_all
 
-    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "off"})
+    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 0.5, "chunking": "off"})
     with pytest.raises(InfeasibleBudgetError, match=f"runs ops piece by piece, .*{enough}"):
         run_steps(stepping(whole, model, batch, accumulated), model)
     model.load_state_dict(language()[0].state_dict())
@@ -96,7 +96,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
     torch._dynamo.reset()
     coordinator().forget_steps()
 
-    run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 4, "chunking": "auto"})
+    run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "auto"})
     losses, peaks = run_steps(stepping(run, model, batch, accumulated), model)
     result = coordinator().result
     assert result is not None and any("in pieces" in remark for remark in result.remarks)
@@ -107,6 +107,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
         assert (got - want).norm() <= 1e-6 * want.norm()
 
 
+@pytest.mark.slow
 def test_a_graph_and_its_loss_outside() -> None:
     """The logits cross into eager code, so that nothing of the loss can run piece by piece: the rest is planned as ever."""
     model, batch = language()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, live_bytes, observe, planned_bytes
 
 # The second step plans. Where costs as measured make regions worth looking for, it compares the bits of whole arrays too.
-QUICK = {"time_limit_s": 1.0, "chunking": "off"}
+QUICK = {"time_limit_s": 1.0, "chunking": "off", "costs": "estimated"}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = [
     pytest.mark.usefixtures("nothing_in_flight"),
@@ -74,7 +73,7 @@ class Ran:
 class Classifier(nn.Module):
     """Logits that are large beside the rest, as those of a language model."""
 
-    def __init__(self, blocks: int = 6, width: int = 64, classes: int = 256) -> None:
+    def __init__(self, blocks: int = 4, width: int = 64, classes: int = 256) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)
@@ -149,7 +148,7 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.03)
 
 
-def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     """Searches that take all the time they are given take no more than the limit together, however many graphs there are."""
     given: list[float] = []
     quick_peak, solve = planners.quick_peak, planners.solve
@@ -164,9 +163,9 @@ def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.Monk
         given.append(limits.time_s)
         return solve(problem, *rest, limits=Limits(), **named)
 
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
-    monkeypatch.setattr(planners, "quick_peak", quick)
-    monkeypatch.setattr(planners, "solve", slow)
+    environ["CHECKMATE_PLAN_CACHE"] = "0"
+    for name, search in {"quick_peak": quick, "solve": slow}.items():
+        monkeypatch.setattr(planners, name, search)
     model, x = Broken(3), torch.randn(512, 64)
     Ran(model, lambda run: run(x), "80%", steps=2)
     assert len(given) == 4  # three graphs and the step
@@ -174,9 +173,9 @@ def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.Monk
     assert given[-1] >= QUICK["time_limit_s"] / 2
 
 
-def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for those of its first step, which runs before the step is known, nor for that of the step."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
     searches: list[str] = []
 
@@ -419,7 +418,7 @@ def test_a_step_that_is_given_up_is_not_in_flight() -> None:
 def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     """A plan is for one shape: another is planned, and said to be."""
     model = mlp()
-    run, planned = compiled(lambda x: model(x).square().mean(), budget="70%", **QUICK)
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="70%", **{**QUICK, "costs": "measured"})
     for count, rows in enumerate((512, 1024, 768), start=1):
         x = torch.randn(rows, 64)
         with caplog.at_level(logging.WARNING, "checkmate.torch"):
