@@ -19,7 +19,7 @@ from checkmate.torch import measure_peak
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.inductor.compile import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
 from tests.torch.networks import NETWORKS, input_of, mlp
-from tests.torch.steps import Planned, compiled, observe, recomputes
+from tests.torch.steps import Planned, compiled, dynamo_settings, observe, recomputes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -179,7 +179,7 @@ def test_several_graphs_of_sizes_that_change_are_refused() -> None:
 def test_sizes_that_depend_on_data_are_refused() -> None:
     """As by the eager compiler: how much memory such a step takes is not known before it runs."""
     model = mlp(1)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+    with dynamo_settings(capture_dynamic_output_shape_ops=True):
         run, _ = compiled(lambda x: model(x[x.sum(1) > 0]).square().sum(), dynamic=True, budget="1GiB", **FUSED)
         with pytest.raises(Exception, match="depends on the data"):
             run(input_of("dropout", 96))
