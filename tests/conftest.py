@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -43,8 +42,10 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def environ() -> Iterator[MutableMapping[str, str]]:
     """The environment, which is as before when the test ends."""
-    with mock.patch.dict(os.environ):
-        yield os.environ
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

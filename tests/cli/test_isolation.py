@@ -30,7 +30,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("words", [
-    ("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0"),
+    pytest.param(("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0"), marks=pytest.mark.slow),
     ("pareto", "chain.graph.json", "--points", "3", "--jobs", "2"),
 ], ids=lambda words: words[0])  # fmt: skip
 def test_modules_in_the_folder_are_not_imported(tmp_path, tmp_path_factory, words):

@@ -192,6 +192,7 @@ def test_a_full_disk_under_stderr_changes_nothing():
     assert "peak 5.50 MiB" in done.stdout
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_stay_out_of_files():
     """A file that is opened next has the number of a closed stream; what is printed must not get into it."""
     done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *COMMAND, *PLAN], check=False)

@@ -31,7 +31,6 @@ from checkmate.solvers.auto import Auto
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.backends.program import ProgramBuilder
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.evict.search import Search
 from checkmate.solvers.session import Session
 from tests.solvers.chains import unit_chain
 
@@ -92,24 +91,6 @@ def test_a_limit_holds_where_the_smallest_budget_is_looked_for():
     found = min_budget(graph, limits=Limits(time_s=0.5))
     assert time.process_time() - began <= in_time(0.5)
     assert found.peak_bytes == simulate(graph, found.plan).peak_bytes
-
-
-def test_a_start_that_uses_its_time_up_leaves_the_rest_to_the_smallest_peak(monkeypatch):
-    """On 100,000 ops at the floor three starts took all the time, and the refusal named the peak of holding everything."""
-    first, waited = Search.first, []
-
-    def slow(search, tries=None, out_of_time=lambda: False, *, stop_at_first=False):
-        if tries is not None:  # one attempt: the search for the smallest peak
-            return first(search, tries, out_of_time, stop_at_first=stop_at_first)
-        waited.append(search)
-        while not search._time_up[0]:
-            time.sleep(0.001)
-        return False
-
-    monkeypatch.setattr(Search, "first", slow)
-    result = solve(tight(unit_chain(100), 0.2), limits=Limits(time_s=3.0, gap=0.9))
-    assert result.plan is not None
-    assert len(waited) == 2  # the first start, and the first that computes only forward ops again
 
 
 def test_the_first_plan_comes_before_any_bound():
