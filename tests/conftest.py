@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,59 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHECKMATE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture
+def environ() -> Iterator[MutableMapping[str, str]]:
+    """The environment, which is as before when the test ends."""
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def own_cache(environ: MutableMapping[str, str], tmp_path: Path) -> Path:
+    """An empty cache folder for one test."""
+    environ["CHECKMATE_CACHE"] = str(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Iterator[Path]:
+    """The test runs in a folder of its own, which is empty."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], list[Any]]:
+    """Let a function of Python, the system or another package raise an error as on some machine; its calls are returned."""
+
+    def fails(name: str, error: BaseException) -> list[Any]:
+        calls: list[Any] = []
+
+        def raises(*given: Any, **_: Any) -> None:
+            calls.append(given)
+            raise error
+
+        monkeypatch.setattr(name, raises)
+        return calls
+
+    return fails
+
+
+@pytest.fixture
+def before_fsync(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], None]:
+    """Call a function whenever what was written is to reach the disk: to look, or to raise an error as a full disk does."""
+    fsync = os.fsync
+    return lambda then: monkeypatch.setattr(os, "fsync", lambda handle: (then(handle), fsync(handle)))
+
+
+@pytest.fixture
+def plugged_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let entry points be those of all packages that are installed."""
+    return lambda *entries: monkeypatch.setattr("importlib.metadata.entry_points", lambda group: list(entries))
 
 
 KERNELS = """

@@ -31,9 +31,8 @@ def codes(budget: str) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(MODEL)
+def model(inside):
+    (inside / "train.py").write_text(MODEL)
 
 
 def test_a_step_within_the_budget_passes():

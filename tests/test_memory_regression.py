@@ -29,9 +29,8 @@ def git(*words: str) -> str:
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> str:
+def base(inside) -> str:
     """A repository with the small network in its first commit, and the wider one in its working tree."""
-    monkeypatch.chdir(tmp_path)
     git("init", "--quiet")
     Path("train.py").write_text(MODEL)
     git("add", "train.py")

@@ -105,24 +105,23 @@ def test_the_commands_are_understood(line):
 
 
 @pytest.mark.slow
-def test_the_commands_run_and_the_plan_trains(tmp_path, monkeypatch, capsys):
+def test_the_commands_run_and_the_plan_trains(inside, capsys):
     """From the top: the example with a smaller model, and then the block of Python that takes the plan."""
     pytest.importorskip("torch")
     pytest.importorskip("cyclopts")
     from checkmate.cli import main
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").mkdir()
+    (inside / "examples").mkdir()
     for path in sorted((ROOT / "examples").glob("*.py")):
-        shutil.copy(path, tmp_path / "examples" / path.name)
-    small = tmp_path / "examples" / "language_model.py"
+        shutil.copy(path, inside / "examples" / path.name)
+    small = inside / "examples" / "language_model.py"
     text = small.read_text().replace("VOCABULARY = 4, 128, 4096", "VOCABULARY = 4, 64, 64")
     small.write_text(text.replace("LAYERS = 256, 4, 6", "LAYERS = 32, 4, 3"))
     for line in COMMANDS:
         words = shlex.split(line, comments=True)
         if words[1] != "demo":
             assert main(words[1:]) == 0, capsys.readouterr().err
-    assert (tmp_path / "report.html").exists()
+    assert (inside / "report.html").exists()
     code = """
 import sys
 sys.path.insert(0, "examples")
@@ -132,7 +131,8 @@ model, loss, (x, y) = build()
 optimizer = torch.optim.AdamW(model.parameters())
 """
     namespace: dict[str, object] = {}
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = [*sys.path]
     block = next(block for block in BLOCKS["python"] if "plan=" in block)
     exec(compile(code + block + "\nstep(x, y)\n", "README.md", "exec"), namespace)
+    sys.path[:] = path
     sys.modules.pop("language_model", None)

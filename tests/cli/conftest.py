@@ -37,11 +37,10 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
-    monkeypatch.chdir(tmp_path)
+def run(inside, environ, capsys) -> Callable[..., Outcome]:
     for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    checkmate.write(chain(), tmp_path / "chain.graph.json")
+        environ.pop(name, None)
+    checkmate.write(chain(), inside / "chain.graph.json")
 
     def run(*words: str) -> Outcome:
         code = main(list(words))

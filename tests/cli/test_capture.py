@@ -58,6 +58,7 @@ def test_captured_graph_is_planned_and_verified(run, model, target):
     assert run("verify", "tiny.graph.json", "tiny.plan.json", "--budget", "100%").code == 0
 
 
+@pytest.mark.slow
 def test_a_graph_in_pieces_needs_less(run, model):
     """`min-budget` and `report` take it as any other."""
     assert run("capture", "tiny_model.py:large_loss", "--out", "whole.graph.json").code == 0

@@ -57,9 +57,14 @@ def test_what_cannot_be_answered_is_said(run, config, tmp_path, words, said):
     assert done.code == 2 and said in done.err, done.err
 
 
-def test_transformers_is_named_where_it_is_missing(run, monkeypatch):
+def test_transformers_is_named_where_it_is_missing(run):
     """It is in no extra: planning does not need it."""
     pytest.importorskip("torch", reason="needs the torch extra")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    done = run("fits", "--config", "config.json", "--device", "H100")
+    before = {name: sys.modules[name] for name in sys.modules.keys() & {"transformers"}}
+    sys.modules["transformers"] = None
+    try:
+        done = run("fits", "--config", "config.json", "--device", "H100")
+    finally:
+        del sys.modules["transformers"]
+        sys.modules.update(before)
     assert done.code == 2 and "hint: pip install transformers" in done.err

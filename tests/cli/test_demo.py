@@ -17,10 +17,16 @@ from checkmate.doctor import digits
 def trained():
     """A smaller network for fewer steps, with the same checks."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    outcome = digits.train("60%", time_limit_s=5.0, say=lambda _: None, model=digits.network(8, 3), epochs=1)
+    outcome = digits.train("60%", time_limit_s=1.0, say=lambda _: None, model=digits.network(8, 3), epochs=1)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
     return outcome
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """Let the demo end as a training that has been run."""
+    return lambda outcome: monkeypatch.setattr(digits, "train", lambda *_args, **_options: outcome)
 
 
 CHECKS = ("within_budget", "as_planned", "identical")
@@ -46,9 +52,9 @@ def test_each_broken_promise_is_seen(trained):
         assert not outcome["holds"] and not outcome[name]
 
 
-def test_demo_prints_the_table_and_writes_one_offline_file(run, trained, monkeypatch):
+def test_demo_prints_the_table_and_writes_one_offline_file(run, training, trained):
     """The page loads nothing, and its figures are well-formed."""
-    monkeypatch.setattr(digits, "train", lambda *_args, **_options: trained)
+    training(trained)
     outcome = run("demo", "--out", "there/it/is")
     assert outcome.code == 0, outcome
     assert re.search(r"^yes  losses and parameters bitwise equal", outcome.out, re.MULTILINE)
@@ -58,10 +64,10 @@ def test_demo_prints_the_table_and_writes_one_offline_file(run, trained, monkeyp
     assert "prefers-color-scheme: dark" in page
 
 
-def test_demo_in_json_exits_1_if_a_promise_is_broken(run, trained, monkeypatch):
+def test_demo_in_json_exits_1_if_a_promise_is_broken(run, training, trained):
     """The exit code is for scripts."""
     over = dataclasses.replace(trained.planned, peak_bytes=trained.planned.result.budget_bytes + 1)
-    monkeypatch.setattr(digits, "train", lambda *_args, **_options: dataclasses.replace(trained, planned=over))
+    training(dataclasses.replace(trained, planned=over))
     outcome = run("demo", "--json")
     assert outcome.code == 1
     assert outcome.json["holds"] is False

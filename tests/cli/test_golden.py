@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from importlib.metadata import EntryPoint
 
 import pytest
 
 import checkmate
+from checkmate.solvers.registry import GROUP
 from tests.cli.test_capture import MODEL
 from tests.oom.recording import failed_run
 from tests.oom.test_answer import NEW
@@ -124,9 +126,10 @@ def test_regions(run, golden, tmp_path):
     golden("regions", both(run("regions", "layers.graph.json", *words)))
 
 
-def test_solvers(run, golden, monkeypatch):
+def test_solvers(run, golden, plugged_in):
     """A line of words and the options of each; other packages' solvers are not in this list."""
-    monkeypatch.setattr("checkmate.cli.diagnosis.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
+    solvers = {"auto": "auto:Auto", "keep-all": "baselines.keep_all:KeepAll"}
+    plugged_in(*(EntryPoint(name, f"checkmate.solvers.{place}", GROUP) for name, place in solvers.items()))
     golden("solvers", both(run("solvers")))
 
 
@@ -209,11 +212,9 @@ def test_output_fits_80_columns_and_has_no_colour(run, planned, words):
     assert all(len(line) <= 80 for line in tables), tables
 
 
-def test_progress_is_drawn_on_stderr_of_a_terminal_only(run, monkeypatch):
+def test_progress_is_drawn_on_stderr_of_a_terminal_only(run, environ):
     """It never gets into the data, and with NO_COLOR nothing is coloured."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
+    environ.update(FORCE_COLOR="1", NO_COLOR="1", TERM="xterm-256color")  # rich takes the first for a terminal
     outcome = run("plan", "chain.graph.json", "--budget", "5.5MiB")
     assert re.search(r"looking for a plan|best 20.0 ms", outcome.err)
     assert "looking for" not in outcome.out

@@ -31,9 +31,9 @@ sys.exit(3)
 
 
 @pytest.fixture
-def scripts(run, tmp_path, monkeypatch):
-    monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
-    monkeypatch.delitem(sys.modules, "train", raising=False)  # of another test, whose file has the same name
+def scripts(run, tmp_path, environ):
+    environ.pop("CHECKMATE_BUDGET", None)
+    sys.modules.pop("train", None)  # of another test, whose file has the same name
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit('not today')\n")
@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_said(run, scripts, words, code, said):
     assert ("  try" in done.err) == (code == 0)
 
 
-def test_the_environment_has_the_budget_too(run, scripts, monkeypatch):
+def test_the_environment_has_the_budget_too(run, scripts, environ):
     """For jobs whose command lines are fixed."""
-    monkeypatch.setenv("CHECKMATE_BUDGET", "1GiB")
+    environ["CHECKMATE_BUDGET"] = "1GiB"
     assert run("run", "plain.py").code == 0

@@ -88,17 +88,15 @@ def test_a_signal_before_a_plan_exits_1(run, use):
     assert not Path("p.json").exists()
 
 
-def test_signals_while_the_plan_is_written_do_not_lose_it(run, use, monkeypatch):
+def test_signals_while_the_plan_is_written_do_not_lose_it(run, use, before_fsync):
     """A terminal that closes sends several; the second must not interrupt what the first has started."""
-    fsync = os.fsync
 
-    def disturbed(handle: int) -> None:
+    def disturbed(_handle: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
-        fsync(handle)
 
     use(Stopped(signal.SIGHUP, signal.SIGTERM))
-    monkeypatch.setattr("os.fsync", disturbed)
+    before_fsync(disturbed)
     done = run(*PLAN)
     assert done.code == 0, done
     assert is_whole("p.json")
@@ -178,6 +176,7 @@ def test_a_full_disk_under_stderr_changes_nothing():
     assert "peak 5.50 MiB" in done.stdout
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_stay_out_of_files():
     """A file that is opened next has the number of a closed stream; what is printed must not get into it."""
     done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *COMMAND, *PLAN], check=False)

@@ -46,7 +46,7 @@ def test_plan_file_is_named_after_graph_and_budget(run):
     assert run("plan", "chain.graph.json", "--budget", "7 MiB", "--json").json["plan"] == "chain-7MiB.plan.json"
 
 
-@pytest.mark.parametrize("solver", ["auto", "local-search", "milp", "local_search"])
+@pytest.mark.parametrize("solver", ["auto", pytest.param("local-search", marks=pytest.mark.slow), "milp", "local_search"])
 def test_solver_is_chosen_by_name(run, solver):
     """The names are those that `checkmate solvers` lists; an underscore is as good as a dash."""
     assert run("plan", "chain.graph.json", "--budget", BUDGET, "--solver", solver).code == 0
@@ -217,7 +217,7 @@ def test_report_names_the_step_and_not_its_files(run):
     assert ["file", "", "gpt2.plan.json", "gpt2.plan.json"] in rows
 
 
-@pytest.mark.parametrize("order", [KEEP_ALL, AGAIN])
+@pytest.mark.parametrize("order", [pytest.param(KEEP_ALL, marks=pytest.mark.slow), AGAIN])
 def test_commands_of_a_report_run(run, order):
     """What the page proposes to do next works as it is written, and a budget that it proposes has a plan."""
     checkmate.write(plan(order), "a plan.json")

@@ -153,23 +153,20 @@ def test_the_same_value_is_the_same_bytes(tmp_path):
     )
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, fails):
     """A file is there whole or not at all."""
     path = tmp_path / "g.json"
     checkmate.write(chain(), path)
     before = path.read_bytes()
 
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", fail)
+    fails("os.fsync", OSError("disk full"))
     with pytest.raises(OSError, match="disk full"):
         checkmate.write(chain(6), path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["g.json"]
 
 
-def test_the_data_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+def test_the_data_is_on_the_disk_before_the_name_is(tmp_path, before_fsync):
     """A crash between the two must not leave an empty file under the name; while it is written it lies beside, hidden."""
     path = tmp_path / "g.json"
     seen: list[tuple[list[str], int]] = []
@@ -177,7 +174,7 @@ def test_the_data_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     def look(handle: int) -> None:
         seen.append(([entry.name for entry in tmp_path.iterdir()], os.fstat(handle).st_size))
 
-    monkeypatch.setattr("os.fsync", look)
+    before_fsync(look)
     write_atomically(path, b"x" * 10)
     (((name,), size),) = seen
     assert name.startswith(".g.json.")
@@ -197,7 +194,7 @@ def test_a_file_is_readable_as_the_umask_says(tmp_path, mask):
     assert stat.S_IMODE((tmp_path / "g.json").stat().st_mode) == 0o666 & ~mask
 
 
-def test_a_temporary_file_that_is_gone_is_no_second_error(tmp_path, monkeypatch):
+def test_a_temporary_file_that_is_gone_is_no_second_error(tmp_path, before_fsync):
     """The first error is the one to see."""
     path = tmp_path / "g.json"
 
@@ -206,7 +203,7 @@ def test_a_temporary_file_that_is_gone_is_no_second_error(tmp_path, monkeypatch)
             entry.unlink()
         raise OSError("disk full")
 
-    monkeypatch.setattr("os.fsync", fail)
+    before_fsync(fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, b"{}")
 

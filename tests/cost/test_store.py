@@ -95,17 +95,11 @@ def test_a_lock_is_waited_for_once(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["BUSY", "LOCKED", "PROTOCOL", "BUSY_SNAPSHOT", "IOERR_LOCK", "IOERR_SHMLOCK", "IOERR_RDLOCK"])
-def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, monkeypatch, caplog):
+def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, fails, caplog):
     """A network file system that gives no lock of the log, or none at all, is told by other codes, after ten seconds each."""
-    tries = []
-
-    def waits(*_: object, **__: object) -> sqlite3.Connection:
-        tries.append(1)
-        error = sqlite3.OperationalError("locking protocol")
-        error.sqlite_errorname = f"SQLITE_{name}"
-        raise error
-
-    monkeypatch.setattr(sqlite3, "connect", waits)
+    error = sqlite3.OperationalError("locking protocol")
+    error.sqlite_errorname = f"SQLITE_{name}"
+    tries = fails("sqlite3.connect", error)
     path = tmp_path / "store.sqlite"
     for _ in range(3):
         assert CostStore(path).get(["mm"]) == {}
@@ -164,13 +158,13 @@ def test_measured_plans_are_replaced_one_by_one(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["a-file", "cannot-be-made", "no-home"])
-def test_a_faulty_folder_is_named_once(tmp_path, monkeypatch, caplog, fault):
+def test_a_faulty_folder_is_named_once(tmp_path, environ, fails, caplog, fault):
     """There is one cure for all kinds of values."""
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setenv("CHECKMATE_CACHE", {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, ""))
+    environ["CHECKMATE_CACHE"] = {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, "")
     if fault == "no-home":
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
+        environ.pop("XDG_CACHE_HOME", None)
+        fails("pathlib.Path.home", RuntimeError("Could not determine home directory."))
         with pytest.raises(OptionError, match="the user has no home folder"):
             cache_folder()
     CostStore().add(MEASURED)
@@ -185,10 +179,6 @@ def test_a_faulty_folder_is_named_once(tmp_path, monkeypatch, caplog, fault):
     ) in warning
     assert "set CHECKMATE_CACHE to a" in warning
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
 
 
 READ_ONLY = """
@@ -314,10 +304,10 @@ def test_more_keys_than_a_statement_takes(tmp_path: Path) -> None:
     assert len(store.get(str(k) for k in range(5000))) == 2500
 
 
-def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_can_be_chosen(environ: dict[str, str], tmp_path: Path) -> None:
     """By our own variable before the platform's."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    environ["CHECKMATE_CACHE"] = str(tmp_path)
     assert cache_folder() == tmp_path
-    monkeypatch.delenv("CHECKMATE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    del environ["CHECKMATE_CACHE"]
+    environ["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
     assert cache_folder().parts[-1].lower() == "checkmate" or "checkmate" in str(cache_folder()).lower()

@@ -17,20 +17,6 @@ from checkmate.doctor.checks import Check, guarded
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def environment():
-    """Set variables of the environment; None removes one."""
-
-    def change(**variables: str | None) -> None:
-        for name, value in variables.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-
-    before = dict(os.environ)
-    yield change
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def test_a_failed_check_says_what_to_do():
     """A verdict without a cure helps nobody."""
     with pytest.raises(ValueError, match="says not what to do"):
@@ -100,7 +86,7 @@ def test_versions_are_those_of_the_project():
 
 
 @pytest.mark.parametrize("fault", ["a-file", "read-only"])
-def test_a_cache_folder_that_cannot_be_written(environment, tmp_path, fault):
+def test_a_cache_folder_that_cannot_be_written(environ, tmp_path, fault):
     """Everything would be measured and planned again in each process."""
     place = tmp_path / "cache"
     if fault == "a-file":
@@ -109,8 +95,8 @@ def test_a_cache_folder_that_cannot_be_written(environment, tmp_path, fault):
         place.mkdir(mode=0o500)
         if os.access(place, os.W_OK):
             place = Path("/proc/none")  # the superuser can write any folder of a disk
-    environment(CHECKMATE_CACHE=str(place))
-    check = checks.check_stores(checks.user_stores())
+    environ["CHECKMATE_CACHE"] = str(place)
+    check = checks.check_store(CostStore())
     assert check.verdict == "failed"
     assert "set CHECKMATE_CACHE to another folder" in check.cure
     assert str(place) in check.detail
@@ -159,11 +145,14 @@ def test_the_engines_find_the_known_optimum():
     assert (wrong.verdict, wrong.detail) == ("failed", "HiGHS found a cost of 9, and the least is 8")
 
 
-def test_kernels_that_cannot_be_kept(monkeypatch):
+def test_kernels_that_cannot_be_kept():
     """Each process then compiles the search for half a minute, which looks like slow planning."""
     from checkmate.solvers.backends import kernels
 
-    monkeypatch.setattr(kernels, "_told", ["no locator available"])
-    check = checks.check_solvers()
+    kernels._told.append("no locator available")
+    try:
+        check = checks.check_solvers()
+    finally:
+        kernels._told.clear()
     assert check.verdict == "failed"
     assert "set NUMBA_CACHE_DIR" in check.cure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ SOLVER = LocalSearch(decodes=1000)  # an amount of work, so that the plans do no
 
 
 def loaded() -> ModuleType:
+    """A module of its own, in which a test can replace a name."""
     spec = importlib.util.spec_from_file_location("numpy_front_end", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -36,6 +38,14 @@ def loaded() -> ModuleType:
 toy: Any = loaded()
 
 
+@pytest.fixture
+def kernels() -> Iterator[dict[str, Any]]:
+    """The kernels, and after the test those that were there before."""
+    before = dict(toy.KERNELS)
+    yield toy.KERNELS
+    toy.KERNELS.update(before)
+
+
 @cache
 def tape() -> Any:
     return toy.example()
@@ -44,10 +54,10 @@ def tape() -> Any:
 @cache
 def refusal() -> InfeasibleBudgetError:
     """The error of an impossible budget, with no kernel to run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy, "KERNELS", {})
-        with pytest.raises(InfeasibleBudgetError) as refused:
-            toy.compile(tape(), budget=1, time_limit_s=1)
+    without: Any = loaded()
+    without.KERNELS.clear()
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        without.compile(without.example(), budget=1, time_limit_s=1)
     return refused.value
 
 
@@ -84,18 +94,18 @@ def test_loss_and_gradients_are_bitwise_those_of_keeping_everything(budget: str)
     assert same_bits(run(planned(budget))[0], run(keeping_everything())[0])
 
 
-def test_smaller_budgets_compute_dropout_again_with_the_same_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_budgets_compute_dropout_again_with_the_same_masks(kernels: dict[str, Any]) -> None:
     """The law of equal bits says something about random state only if a dropout is computed more than once."""
     masks: dict[int, set[bytes]] = {}
     drawn: list[bytes] = []
-    draw = toy.KERNELS["dropout"]
+    draw = kernels["dropout"]
 
     def watched(*args: Any, **options: Any) -> Any:
         made = draw(*args, **options)
         drawn.append(made[1].tobytes())
         return made
 
-    monkeypatch.setitem(toy.KERNELS, "dropout", watched)
+    kernels["dropout"] = watched
     run(keeping_everything())
     once = list(drawn)
     assert len(set(once)) == len(once) == 5
@@ -109,10 +119,12 @@ def test_smaller_budgets_compute_dropout_again_with_the_same_masks(monkeypatch: 
     assert [masks[o] for o in sorted(masks)] == [{mask} for mask in once]
 
 
-def test_without_replayed_states_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_replayed_states_the_bits_differ() -> None:
     """The comparison of bits sees a front end that forgets the random state."""
-    monkeypatch.setattr(toy.Replays, "before", lambda self, o: self.random)
-    assert not same_bits(run(planned("smallest"))[0], run(keeping_everything())[0])
+    forgetful: Any = loaded()
+    forgetful.Replays.before = lambda self, o: self.random
+    step = forgetful.compile(forgetful.example(), plan=planned("smallest").result.plan)
+    assert not same_bits(forgetful.run(step, forgetful.Memory())[0], run(keeping_everything())[0])
 
 
 def test_an_impossible_budget_is_refused_before_anything_runs() -> None:
@@ -122,14 +134,20 @@ def test_an_impossible_budget_is_refused_before_anything_runs() -> None:
     assert run(planned("smallest"))[1] <= refusal().smallest_bytes < planned("40%").result.budget_bytes
 
 
-def test_a_given_plan_runs_exactly_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_plan_runs_exactly_as_given() -> None:
     """Kernels are called in the order of the plan, repetitions included."""
     plan = planned("40%").result.plan
-    step = toy.compile(tape(), plan=plan)
     ran: list[int] = []
-    compute = toy.Step._compute
-    monkeypatch.setattr(toy.Step, "_compute", lambda self, o, *rest: (ran.append(o), compute(self, o, *rest))[1])
-    run(step)
+    watched: Any = loaded()
+
+    class Watched(watched.Step):
+        def _compute(self, o: int, *rest: Any) -> Any:
+            ran.append(o)
+            return super()._compute(o, *rest)
+
+    watched.Step = Watched
+    step = watched.compile(watched.example(), plan=plan)
+    watched.run(step, watched.Memory())
     assert step.result.plan == plan
     assert tuple(ran) == plan.order
     assert len(ran) > len(step.graph.ops)
@@ -157,24 +175,25 @@ def test_an_allocator_that_rounds_is_held_to_the_budget(budget: str, round_to: i
     assert same_bits(results, run(keeping_everything())[0])
 
 
-def test_rounding_that_no_plan_makes_up_for_is_refused_with_the_smallest_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_that_no_plan_makes_up_for_is_refused_with_the_smallest_measured_peak() -> None:
     """The planner finds a plan within the budget, the measured peak of none keeps it, and the peak that is named can be had."""
-    monkeypatch.setattr(toy, "Offset", partial(Offset, most_trials=2))  # a search that proves nothing takes a second each
-    small, page = toy.example(width=12, blocks=1, rows=20), 4096
-    limit = toy.plan_step(small, keep_everything).result.peak_bytes
+    quick: Any = loaded()
+    quick.Offset = partial(Offset, most_trials=2)  # a search that proves nothing takes a second each
+    small, page = quick.example(width=12, blocks=1, rows=20), 4096
+    limit = quick.plan_step(small, keep_everything).result.peak_bytes
     with pytest.raises(InfeasibleBudgetError, match="measured") as refused:
-        toy.compile(small, budget=limit, solver=SOLVER, time_limit_s=None, round_to=page)
+        quick.compile(small, budget=limit, solver=SOLVER, time_limit_s=None, round_to=page)
     assert refused.value.smallest_bytes is not None
     assert refused.value.smallest_bytes > limit
-    step = toy.compile(small, budget=refused.value.smallest_bytes, solver=SOLVER, time_limit_s=None, round_to=page)
-    assert run(step, page)[1] <= refused.value.smallest_bytes
+    step = quick.compile(small, budget=refused.value.smallest_bytes, solver=SOLVER, time_limit_s=None, round_to=page)
+    assert quick.run(step, quick.Memory(page))[1] <= refused.value.smallest_bytes
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_the_boundary_divides_the_step_where_the_backward_begins(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_boundary_divides_the_step_where_the_backward_begins(budget: str, kernels: dict[str, Any]) -> None:
     """`StepMemory` of the plan is what the memory measures on both sides of the boundary."""
     seen: dict[str, int] = {}
-    start = toy.KERNELS["start_backward"]
+    start = kernels["start_backward"]
 
     def watched(memory: Any, like: np.ndarray) -> np.ndarray:
         made = start(memory, like)
@@ -182,7 +201,7 @@ def test_the_boundary_divides_the_step_where_the_backward_begins(budget: str, mo
         memory.reset_peak()
         return made
 
-    monkeypatch.setitem(toy.KERNELS, "start_backward", watched)
+    kernels["start_backward"] = watched
     step = planned(budget)
     results, backward_peak = run(step)
     above, resident = StepMemory.of(step.graph, step.result.plan), step.graph.resident_bytes

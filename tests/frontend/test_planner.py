@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-import checkmate.frontend.planner as planners
 from checkmate import (
     Budget,
     Compute,
     Free,
     Graph,
     InfeasibleBudgetError,
-    Limits,
-    MinBudget,
     Plan,
     PlanError,
     Problem,
@@ -33,11 +28,9 @@ from checkmate.frontend.planner import (
     GivenPlan,
     Replanner,
     keep_everything,
-    near_smallest,
     planner_for,
     result_of_order,
 )
-from checkmate.solvers.evict.smallest import quick_peak
 from checkmate.solvers.session import Session
 
 RECOMPUTED = [0, 1, 2, 0, 3]
@@ -135,8 +128,8 @@ class Watched:
 
 
 @pytest.fixture
-def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
+def no_store(environ: dict[str, str]) -> None:
+    environ["CHECKMATE_PLAN_CACHE"] = "0"
 
 
 @pytest.mark.usefixtures("no_store")
@@ -163,9 +156,9 @@ def test_a_replanner_shares_the_time_limit(graph: Graph) -> None:
     assert solver.limits_s == [4, 2, 2, None]
 
 
-def test_a_second_replanner_searches_for_nothing(graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_second_replanner_searches_for_nothing(graph: Graph) -> None:
     """Its plans are those of the first, whose searches started from each other; the time of one process is not the other's."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     solver = Watched(least_s=0.03)  # what takes less is not stored
     first, second = (Replanner(graph, options(time_limit_s=8, solver=solver)) for _ in range(2))
     found = [first(budget).plan for budget in (12, 10, 9)]
@@ -190,28 +183,6 @@ def test_a_search_has_what_others_have_left_of_the_time_limit(graph: Graph) -> N
     for spent_s in (3.0, 20.0):
         planner_for(options(budget="9B", time_limit_s=8, solver=solver), spent_s)(graph)
     assert solver.limits_s == [5, 0.4]
-
-
-def test_a_small_peak_is_searched_for_once(graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The quick search is enough unless its peak is above what is needed; the plans of both are stored."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    searches: list[str] = []
-
-    def search(name: str, order: Sequence[int]) -> Callable[..., MinBudget]:
-        def found(problem: Problem, limits: Limits, **_: Any) -> MinBudget:
-            searches.append(name)
-            result = quick_peak(problem, limits)
-            time.sleep(0.03)  # what takes less is not stored
-            return msgspec.structs.replace(
-                result, elapsed_s=0.03, plan=Plan.from_order(graph, order), peak_bytes=12 if name == "quick" else 9
-            )
-
-        return found
-
-    monkeypatch.setattr(planners, "quick_peak", search("quick", range(4)))
-    monkeypatch.setattr(planners, "smallest_peak", search("longer", RECOMPUTED))
-    assert [near_smallest(graph, 1.0, enough).peak_bytes for enough in (None, 12, 10, 12, 10)] == [12, 12, 9, 12, 9]
-    assert searches == ["quick", "longer"]
 
 
 @dataclass(frozen=True)

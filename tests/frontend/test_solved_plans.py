@@ -37,7 +37,7 @@ class Slow:
     def run(self, problem, session):
         searches.append(1)
         session.offer([0, 1, 2, 0, 3])
-        time.sleep(0.25)
+        time.sleep(0.03)
         return Termination(Reason.FEASIBLE)
 
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
@@ -49,10 +49,9 @@ print(json.dumps([len(searches), result.plan.order, result.bound, result.gap, re
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(own_cache: Path) -> Path:
     """An empty store."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    return tmp_path
+    return own_cache
 
 
 def graph(last_cost: int = 1, resident_bytes: int = 0) -> Graph:
@@ -212,11 +211,11 @@ def test_a_damaged_file_is_named_and_planning_goes_on(folder: Path, caplog: pyte
     assert "remove the file" in caplog.text
 
 
-def test_the_environment_switches_it_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_switches_it_off(folder: Path, environ: dict[str, str]) -> None:
     """To time a solver, or to see what it finds now."""
     calls = [(Problem(graph(), 9), Finds(), 5.0)]
     searches_of(*calls)
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
+    environ["CHECKMATE_PLAN_CACHE"] = "0"
     assert searches_of(*calls, *calls) == [0, 1]
 
 

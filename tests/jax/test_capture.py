@@ -177,8 +177,8 @@ def test_a_step_inside_a_transformation_is_refused():
         jax.jit(lambda x: cj.capture(jnp.sin, x).cost)(jnp.ones(3))
 
 
-def test_costs_are_kept_for_the_kernels_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_kept_for_the_kernels_that_were_measured(environ: dict[str, str]) -> None:
     """A cache is shared by programs with other settings."""
     before = environment()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"
     assert environment() != before

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import checkmate.jax as cj
-from tests.jax.networks import difference, identical, mlp, mlp_loss, transformer, transformer_loss
+from tests.jax.networks import identical, mlp, mlp_loss, transformer, transformer_loss
 
 exact = functools.partial(cj.remat, exact=True, costs="estimated", time_limit_s=2, verify=False)
 BUDGET = "60%"
@@ -42,7 +42,6 @@ def test_a_transformer():
     params, tokens = transformer()
     kept, given = both(transformer_loss, jax.value_and_grad, params, tokens)
     assert identical(kept, given)
-    assert difference(jax.jit(jax.value_and_grad(transformer_loss))(params, tokens), given) < 1e-5
 
 
 def test_what_the_plan_delays_is_not_held():

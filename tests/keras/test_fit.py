@@ -78,8 +78,10 @@ def history(**options: Any) -> Callable[[keras.Model], Any]:
 
 
 def test_a_data_set_and_validation():
-    """History, weights, slots and metrics are those of plain training."""
-    both(cnn, history(validation_data=(IMAGES, CLASSES)))
+    """History, weights, slots and metrics are those of plain training; a learning rate that a callback changes is read."""
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+    planned = both(cnn, history(validation_data=(IMAGES, CLASSES), callbacks=[schedule]))
+    assert float(planned.model.optimizer.learning_rate) == pytest.approx(0.05)
 
 
 def test_metrics_do_not_keep_the_prediction_until_the_end():
@@ -201,6 +203,7 @@ def test_a_train_step_of_the_model_is_planned():
     both(make, history())
 
 
+@pytest.mark.slow
 def test_training_on_single_batches():
     """`train_on_batch` runs the same function."""
     both(cnn, lambda model: [model.train_on_batch(IMAGES, CLASSES) for _ in range(2)], (IMAGES, CLASSES, None))
@@ -241,12 +244,6 @@ def test_another_compile_is_planned_again_and_undo_returns_to_keras():
     assert "make_train_function" not in vars(model)
     model.fit(dataset(), shuffle=False, verbose=0)
     assert model.train_function.__module__.startswith("keras.")
-
-
-def test_a_learning_rate_that_a_callback_changes_is_read():
-    """It is a variable."""
-    planned = both(cnn, history(callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))]))
-    assert float(planned.model.optimizer.learning_rate) == pytest.approx(0.05)
 
 
 def test_a_budget_that_no_plan_keeps_is_an_error_of_fit():

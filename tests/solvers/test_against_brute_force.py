@@ -10,7 +10,7 @@ from checkmate import BruteForce, Limits, Milp, Plan, Problem, Reason, simulate,
 from checkmate.solvers.milp import Milp as MilpSolver
 from tests.solvers.instances import HEURISTICS, LIMITS, METHODS, check, draw, stage_optimum
 
-FAST, ALL = 250, 10_000
+FAST, ALL = 120, 10_000
 
 
 @pytest.mark.parametrize("solver", HEURISTICS, ids=repr)
@@ -41,7 +41,7 @@ def test_heuristics_find_nearly_every_plan():
 def test_milp_is_exact_in_its_class():
     """Of all R matrices of the graph's own order, the program's is the cheapest."""
     compared = 0
-    for seed in range(120):
+    for seed in range(60):
         problem = draw(seed).problem
         if len(problem.graph.ops) > 4 or problem.graph.view_ops:
             continue
@@ -53,7 +53,7 @@ def test_milp_is_exact_in_its_class():
         if optimum is not None:
             compared += 1
             assert result.cost <= optimum, seed  # the start may leave the class, and may be cheaper
-    assert compared > 10
+    assert compared > 4
 
 
 def test_every_exact_answer_of_a_relabelled_graph_is_the_same():

@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import numba.core.caching as caching
 import pytest
 
 from checkmate.solvers.backends import kernels
@@ -17,24 +16,19 @@ FUNCTION = "def twice(x):\n    return 2 * x\n"
 
 
 @pytest.fixture
-def twice(tmp_path, monkeypatch):
+def twice(tmp_path):
     """A function of a file, as numba needs it to keep it; nothing was warned of before."""
-    monkeypatch.setattr(kernels, "_told", [])
+    kernels._told.clear()
     (tmp_path / "functions.py").write_text(FUNCTION)
     spec = importlib.util.spec_from_file_location("functions", tmp_path / "functions.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "functions", module)  # numba looks its functions up by their modules' names
+    sys.modules["functions"] = module  # numba looks its functions up by their modules' names
     spec.loader.exec_module(module)
-    return module.twice
-
-
-def raising(error):
-    def fail(*_args, **_options):
-        raise error
-
-    return fail
+    yield module.twice
+    del sys.modules["functions"]
+    kernels._told.clear()
 
 
 def test_a_function_is_kept_and_loaded(twice, tmp_path, caplog):
@@ -47,18 +41,18 @@ def test_a_function_is_kept_and_loaded(twice, tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_no_folder_to_keep_it_in(twice, monkeypatch, caplog):
+def test_no_folder_to_keep_it_in(twice, fails, caplog):
     """A read-only home and a read-only installation, as in many containers: numba refuses."""
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    fails("numba.core.caching.CacheImpl.__init__", RuntimeError("cannot cache function 'twice': no locator available"))
     assert [kernels.kernel(twice)(3) for _ in range(2)] == [6, 6]
     (warning,) = caplog.messages
     assert "no locator available" in warning
     assert "set NUMBA_CACHE_DIR to a folder that can be written" in warning
 
 
-def test_a_full_disk(twice, monkeypatch, caplog):
+def test_a_full_disk(twice, fails, caplog):
     """The function is compiled, and used."""
-    monkeypatch.setattr(caching.IndexDataCacheFile, "save", raising(OSError(28, "No space left on device")))
+    fails("numba.core.caching.IndexDataCacheFile.save", OSError(28, "No space left on device"))
     assert kernels.kernel(twice)(3) == 6
     (warning,) = caplog.messages
     assert "No space left on device" in warning

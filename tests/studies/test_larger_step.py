@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 import pytest
 
@@ -27,8 +25,8 @@ SHARE = "50%"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(larger_step, "_planned", deque(maxlen=4))
+def forgotten() -> None:
+    larger_step._planned.clear()
 
 
 def planned(budget: Budget, batch: int, *, whole: bool = True) -> int:

@@ -10,7 +10,7 @@ from keras import layers
 
 import checkmate
 from tests.tf2.points import plain_step
-from tests.tf2.steps import differing, forgetful, keep_all, observe
+from tests.tf2.steps import differing, forgetful, observe
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(16, 16, 16, 3)).astype("float32")
@@ -58,9 +58,9 @@ OPTIMIZERS = {
 
 
 def planned_and_plain(make, optimizer, x, y, loss="sparse_categorical_crossentropy", more=1.2):
-    """Observations of the planned step, of the chained one that keeps everything, and of what one writes without us."""
+    """Observations of the planned step, and of what one writes without us."""
     found = []
-    for kind in ("planned", "chained", "plain"):
+    for kind in ("planned", "plain"):
         keras.utils.set_random_seed(1)
         model, mine = make(), optimizer()
         if kind == "planned":
@@ -69,9 +69,6 @@ def planned_and_plain(make, optimizer, x, y, loss="sparse_categorical_crossentro
             assert checkmate.validate(graph, plan) == ()
             assert len(plan.order) > more * len(graph.ops)
             step = checkmate.tf2.compile(model, loss, mine, x, y, plan=plan)
-            mine = step.optimizer
-        elif kind == "chained":
-            step = checkmate.tf2.compile(model, loss, mine, x, y, plan=keep_all(graph))
             mine = step.optimizer
         else:
             mine = keras.optimizers.LossScaleOptimizer(mine) if model.dtype_policy.name == "mixed_float16" else mine
@@ -89,8 +86,7 @@ def quick(names, *those):
 @pytest.mark.parametrize("name", quick(OPTIMIZERS, "adamw, decayed"))
 def test_optimizers(name):
     """Every slot, average, count and weight: an update reads what was there before it, exactly once."""
-    planned, chained, plain = planned_and_plain(mlp, OPTIMIZERS[name], ROWS, LABELS)
-    assert differing(planned, chained) == 0
+    planned, plain = planned_and_plain(mlp, OPTIMIZERS[name], ROWS, LABELS)
     assert differing(planned, plain) == 0
 
 
@@ -99,15 +95,13 @@ def test_optimizers(name):
 def test_statistics_masks_and_regularisers(policy):
     """BatchNorm's averages move once a step, dropout's masks are the same when computed again, losses of layers count."""
     keras.config.set_dtype_policy(policy)
-    planned, chained, plain = planned_and_plain(cnn, lambda: keras.optimizers.Adam(1e-3), IMAGES, CLASSES)
-    assert differing(planned, chained) == 0
+    planned, plain = planned_and_plain(cnn, lambda: keras.optimizers.Adam(1e-3), IMAGES, CLASSES)
     assert differing(planned, plain) == 0
 
 
 def test_shared_layers():
     """A weight that is read in several places is updated after the last of them."""
-    planned, chained, plain = planned_and_plain(shared, lambda: keras.optimizers.SGD(0.1), ROWS, LABELS)
-    assert differing(planned, chained) == 0
+    planned, plain = planned_and_plain(shared, lambda: keras.optimizers.SGD(0.1), ROWS, LABELS)
     assert differing(planned, plain) == 0
 
 
@@ -121,8 +115,7 @@ def recurrent() -> keras.Model:
 def test_loops():
     """A loop runs once, on what is recomputed around it."""
     x = ROWS.reshape(256, 8, 8)
-    planned, chained, plain = planned_and_plain(recurrent, lambda: keras.optimizers.Adam(1e-2), x, LABELS)
-    assert differing(planned, chained) == 0
+    planned, plain = planned_and_plain(recurrent, lambda: keras.optimizers.Adam(1e-2), x, LABELS)
     assert differing(planned, plain) == 0
 
 
@@ -142,8 +135,7 @@ def grouped() -> keras.Model:
 
 def test_functions_that_xla_compiles():
     """Each is one op, which runs once if it takes a variable."""
-    planned, chained, plain = planned_and_plain(grouped, lambda: keras.optimizers.SGD(0.1), IMAGES, CLASSES, more=1.0)
-    assert differing(planned, chained) == 0
+    planned, plain = planned_and_plain(grouped, lambda: keras.optimizers.SGD(0.1), IMAGES, CLASSES, more=1.0)
     assert differing(planned, plain) == 0
     graph = checkmate.tf2.capture(grouped(), "sparse_categorical_crossentropy", "sgd", IMAGES, CLASSES)
     calls = [op for op in graph.ops if op.kind == "StatefulPartitionedCall" and op.phase == "forward"]

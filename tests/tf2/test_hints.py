@@ -6,8 +6,8 @@ import pytest
 
 from tests.tf2.hints import follow
 
-QUICK = (2, 8)
-"""Seeds of small networks of both optimizers, one of them recurrent."""
+QUICK = (8,)
+"""Seed of a small network."""
 
 
 @pytest.mark.parametrize("seed", [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from checkmate.torch._compat.dispatch import top_mode
 from checkmate.torch.steps.coordinator import Coordinator, coordinator
 from checkmate.torch.steps.known_steps import KnownSteps
+
+# Dynamo measures the latency of every new guard once, for its log, and empties the caches of the processor before: 0.03 s.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -30,6 +35,17 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process seems to hold what a step is given and nothing else: budgets in bytes are then those of its graph alone."""
     monkeypatch.setattr(Coordinator, "outside_bytes", lambda *_: 0)
     monkeypatch.setattr(KnownSteps, "_look", lambda *_: None)
+
+
+@pytest.fixture
+def seeming_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let functions of `torch.cuda` be those of a test, where there is no GPU."""
+
+    def seem(**functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    return seem
 
 
 @pytest.fixture(autouse=True)

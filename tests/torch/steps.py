@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
 
 from checkmate import Problem, Result, Termination
 from checkmate.core.result import Reason
@@ -24,6 +26,9 @@ from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Options
 from checkmate.torch.steps.program import GraphInterface
+
+dynamo_settings, functorch_settings = dynamo_config.patch, functorch_config.patch
+"""Contexts and decorators with other settings of torch."""
 
 Planned = list[tuple[GraphInterface, Result]]
 ROOMY = "64GiB"

@@ -10,8 +10,10 @@ from checkmate.torch import measure_peak
 from tests.torch.networks import NETWORKS, Cnn, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planned_bytes, recomputes
 
+QUICK = ("attention", "batch_norm", "in_place")
 
-@pytest.mark.parametrize("name", NETWORKS)
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
 def test_recomputing_everything_changes_no_bit(name: str) -> None:
     """A recomputation is the same kernel on the same inputs with the same random state."""
     model, x = NETWORKS[name](), input_of(name)

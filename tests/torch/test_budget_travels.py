@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 
 import checkmate
 import checkmate.torch
@@ -20,6 +19,7 @@ from checkmate.core.graph import Graph
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.options import Options
+from tests.torch.steps import functorch_settings
 
 OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "estimated"}
 
@@ -40,9 +40,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         counted["resolved"] = len(graphs)
         return resolve(self, graph)
 
-    monkeypatch.setattr(Budget, "parse", classmethod(counting_parse))
-    monkeypatch.setattr(Budget, "resolve", counting_resolve)
-    with functorch_config.patch(enable_autograd_cache=False):
+    for name, counting in {"parse": classmethod(counting_parse), "resolve": counting_resolve}.items():
+        monkeypatch.setattr(Budget, name, counting)
+    with functorch_settings(enable_autograd_cache=False):
         yield counted
 
 
@@ -71,14 +71,13 @@ def test_a_whole_step_parses_and_resolves_once(calls: Counter[str]) -> None:
     assert calls == {"parsed": 2, "resolved": 1}  # one is parsed in the line above
 
 
-def test_the_command_line_parses_and_resolves_once(calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_parses_and_resolves_once(calls: Counter[str], inside: Path) -> None:
     """`checkmate plan` reports the budget that it plans for."""
     from checkmate.cli import main
 
     chain = Graph.from_dag(cost=[1] * 6, size_bytes=[100] * 6, edges=[(i, i + 1) for i in range(5)], kept=[5])
-    checkmate.write(chain, tmp_path / "chain.graph.json")
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", str(tmp_path / "chain.graph.json"), "--budget", "100%", "--json"]) == 0
+    checkmate.write(chain, inside / "chain.graph.json")
+    assert main(["plan", "chain.graph.json", "--budget", "100%", "--json"]) == 0
     assert calls == {"parsed": 1, "resolved": 1}
 
 

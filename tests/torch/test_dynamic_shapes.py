@@ -17,7 +17,7 @@ from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planned_bytes, recomputes
 
-QUICK = {"time_limit_s": 1.5}
+QUICK = {"time_limit_s": 0.7}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -205,7 +205,7 @@ def test_graphs_that_share_a_budget_share_it_at_every_size() -> None:
     assert coordinator().held_bytes() == 0
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_for_every_size_up_to_its_example(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The last batch of an epoch, without another compilation; parameters and optimizer equal to the bit."""
 

@@ -28,11 +28,8 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-QUICK = ("with_trainer",)
-"""The example that runs every time: what it does around a step includes the plain loop."""
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NEEDED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDED)
 def test_a_trainer_keeps_a_budget(name: str) -> None:
     """Compiled before the trainer gets it, and nothing else changed."""
     missing = [package for package in NEEDED[name] if importlib.util.find_spec(package) is None]

@@ -21,7 +21,7 @@ def test_what_torch_compiled_is_refused_with_a_hint() -> None:
     assert "checkmate.torch.compile(model, loss" in caught.value.hint
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_saved_byte_has_a_module_and_a_line(whole: bool) -> None:
     """Names as in the model; with everything forgotten, less is saved and more is computed again."""
     model, x = Transformer(), input_of("attention", 256)

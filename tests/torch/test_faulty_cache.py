@@ -12,34 +12,30 @@ from torch import nn
 from checkmate.cli import main
 from checkmate.cost import store
 from tests.cli.test_capture import MODEL
-from tests.cost.test_store import damage, no_home
+from tests.cost.test_store import damage
 
-FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file", "cannot-be-made", "no-home")
+FAULTS = ("garbage", "truncated", "foreign", "other-columns", "a-file", "cannot-be-made", "no-home")
 
 
 @pytest.fixture(params=FAULTS)
-def place(request, tmp_path, monkeypatch):
+def place(request, inside, environ, fails):
     """The faulty path, or a word of the message where there is none."""
-    monkeypatch.setattr(store.Store, "wait_s", 0.1)
-    monkeypatch.setattr(store, "_warned", set())
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))
-    monkeypatch.chdir(tmp_path)
+    store._warned.clear()
+    folder = inside / "cache"
+    environ["CHECKMATE_CACHE"] = "" if request.param == "no-home" else str(folder)
     if request.param == "no-home":
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
+        environ.pop("XDG_CACHE_HOME", None)
+        fails("pathlib.Path.home", RuntimeError("Could not determine home directory."))
         yield "no home folder"
     elif request.param == "a-file":
         folder.write_text("mine")
         yield str(folder)
     elif request.param == "cannot-be-made":
-        monkeypatch.setenv("CHECKMATE_CACHE", "/proc/none/cache")
+        environ["CHECKMATE_CACHE"] = "/proc/none/cache"
         yield "/proc/none/cache"
     else:
-        held = damage(request.param, folder / "store.sqlite")
+        damage(request.param, folder / "store.sqlite")
         yield str(folder / "store.sqlite")
-        if held is not None:
-            held.close()
 
 
 def step(compiled: bool) -> list[torch.Tensor]:

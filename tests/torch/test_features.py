@@ -13,7 +13,14 @@ from tests.torch.steps import ROOMY, Forgetful, compiled, observe, recomputes
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-@pytest.mark.parametrize("name", FEATURES)
+QUICK = (
+    "random_permutation", "odd_dropouts", "batch_norm_cumulative", "mutated_buffers", "tied_embedding", "none_gradients",
+    "channels_last", "custom_op_that_mutates", "selective_checkpoint", "random_inside_a_higher_order_op", "overlapping_views",
+)  # fmt: skip
+"""One of each kind, which run every time."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FEATURES])
 def test_recomputing_everything_equals_keeping_everything(name: str) -> None:
     """The reference is the same backend keeping everything: loss, gradients, buffers and random state."""
     torch.manual_seed(0)

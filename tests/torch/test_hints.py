@@ -10,7 +10,7 @@ from tests.torch.hints import follow
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-@pytest.mark.parametrize("seed", [1, 52])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 52])
 def test_a_hint_is_followed_once(seed: int) -> None:
     """The second network has a step whose smallest plan is below the floor of one of its graphs, were its outputs held."""
     assert len(follow(seed)["hints"]) == 1

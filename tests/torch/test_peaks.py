@@ -19,13 +19,13 @@ import json, sys, torch
 torch.set_num_threads(1)
 net = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())])
 before = "checkmate" in sys.modules
-run = torch.compile(net, backend="checkmate", options={"budget": "70%", "time_limit_s": 3})
+run = torch.compile(net, backend="checkmate", options={"budget": "70%", "time_limit_s": 1})
 x = torch.randn(1024, 64)
 loss = run(x).square().mean(); loss.backward()
 mine = [p.grad.clone() for p in net.parameters()]; net.zero_grad()
 net(x).square().mean().backward()
 by_name = dict(before=before, same=all(torch.equal(a, p.grad) for a, p in zip(mine, net.parameters())))
-from tests.torch.test_peaks import digests, points
+from tests.torch.test_peaks import points
 """
 
 
@@ -41,7 +41,7 @@ def digests() -> list[str]:
 
 
 def points(name: str, rows: int = 2048) -> list[dict[str, Any]]:
-    """Measured peaks of one network, without a budget and at two budgets, beside what was planned."""
+    """Measured peaks of one network, without a budget and within one, beside what was planned."""
     torch.manual_seed(0)
     model, x = NETWORKS[name](), input_of(name, rows)
 
@@ -50,9 +50,9 @@ def points(name: str, rows: int = 2048) -> list[dict[str, Any]]:
 
     reference = observe(model, loss)
     found = []
-    for budget in (None, "75%", "55%"):
+    for budget in (None, "60%"):
         torch._dynamo.reset()
-        run, planned = compiled(loss, budget=budget, time_limit_s=3)
+        run, planned = compiled(loss, budget=budget, time_limit_s=1)
         differs = reference.differs(observe(model, run))
         state = copy.deepcopy(model.state_dict())
         measured = measure_peak(lambda run=run: run().backward())
@@ -67,7 +67,7 @@ def points(name: str, rows: int = 2048) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, Any]:
     """What one process finds that knows only torch at first; its hash seed is given."""
-    found = 'print(json.dumps(dict(by_name=by_name, points=points("dropout"), digests=digests())))'
+    found = 'print(json.dumps(dict(by_name=by_name, points=points("dropout"))))'
     return child(BY_NAME + found, PYTHONHASHSEED="1")
 
 
@@ -76,7 +76,7 @@ def check_points(points: list[dict[str, Any]]) -> None:
         assert point["differs"] == []
         assert point["measured"] <= point["limit"] + 64
         assert close(point["measured"], point["planned"])
-    assert [p["again"] > 0 for p in points] == [False, True, True]
+    assert [p["again"] > 0 for p in points] == [False, True]
     peaks = [p["measured"] for p in points]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -100,17 +100,8 @@ def test_the_backend_is_found_by_name_alone(fresh: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_graph_does_not_depend_on_the_hash_seed(fresh: dict[str, Any]) -> None:
-    """Plans are files: the same program must give the same graph in every process.
-
-    This process has another hash seed, unless it was given the same one, and has run other tests before.
-    """
-    assert fresh["digests"] == digests()
-
-
-@pytest.mark.slow
 def test_the_graph_is_the_same_under_two_hash_seeds() -> None:
-    """In two processes that differ in nothing else."""
+    """Plans are files: the same program must give the same graph in every process, whatever has run in it before."""
     code = "import json, torch; torch.set_num_threads(1); from tests.torch.test_peaks import digests"
     first, second = (child(f"{code}; print(json.dumps(digests()))", PYTHONHASHSEED=seed) for seed in ("1", "2"))
-    assert first == second
+    assert first == second == digests()

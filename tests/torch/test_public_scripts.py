@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks import torch_scripts
 from benchmarks.counting_allocator import mapped_bytes
@@ -112,45 +111,6 @@ def test_a_share_that_no_step_has_shown_is_one_of_what_eager_takes() -> None:
     own = {"budgets": [[40, False]], "refused": {**REFUSAL, "budget_bytes": 45}, "retries": [a_run(70, asked="70%")]}
     assert classed(a_run(64, **own), "60%") == "refused"  # 10 bytes exist before, and eager takes 100
     assert classed(a_run(65, **own), "60%") == "silent"
-
-
-def test_a_script_is_watched_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch begins a step; losses and the final parameters are kept."""
-    from scripts import SCRIPTS, loop  # the folder of the benchmark is on the path since it was imported
-
-    held = torch.zeros(1)
-
-    class Counter:
-        install = reset = staticmethod(lambda: None)
-        live = peak = staticmethod(lambda: held.nbytes)
-        owns = staticmethod(lambda _address: True)
-
-    def tiny() -> None:
-        model = loop.compiled(nn.Linear(2, 1))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for batch in loop.steps(torch.randn(4, 2) for _ in range(2)):
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loop.log(loss)
-
-    import counting_allocator
-
-    monkeypatch.setattr(counting_allocator, "counting_allocator", Counter)
-    monkeypatch.setattr(loop, "WATCH", loop.Watch())
-    monkeypatch.setitem(SCRIPTS, "tiny", loop.Script(source="none", features="", main=tiny))
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    try:
-        found = torch_scripts.run("tiny", "eager", 1.0)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_rng_state(state)
-    assert [step["peak_bytes"] for step in found["steps"]] == [4, 4]
-    assert [step for step, _ in found["losses"]] == [1, 2]
-    assert found["losses"][0] != found["losses"][1]
-    assert len(found["parameters"]) == 64
-    assert "error" not in found
 
 
 def test_every_script_has_a_source() -> None:

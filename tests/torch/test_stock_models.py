@@ -70,7 +70,7 @@ def detr() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("build", "share"),
     [
-        (gpt2, "70%"),
+        pytest.param(gpt2, "70%", marks=pytest.mark.slow),  # tests/torch/chunking/test_steps_of_scripts.py trains it every time
         pytest.param(wav2vec2, "70%", marks=pytest.mark.slow),
         pytest.param(detr, "90%", marks=pytest.mark.slow),  # most of its memory is the stem of the backbone
     ],

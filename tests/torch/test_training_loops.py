@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import nn
 
 from checkmate import OptionError
 from tests.torch.features import square
 from tests.torch.networks import Cnn, Tied, input_of, mlp
-from tests.torch.steps import ROOMY, Forgetful, compiled, observe, recomputes
+from tests.torch.steps import ROOMY, Forgetful, compiled, functorch_settings, observe, recomputes
 
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -221,7 +220,7 @@ def test_dropout_under_a_budget_has_the_gradients_of_eager_mode() -> None:
     assert error(gradients(run)) == 0.0
     assert recomputes(planned) > 0
     torch._dynamo.reset()
-    with functorch_config.patch(activation_memory_budget=0.5, enable_autograd_cache=False):
+    with functorch_settings(activation_memory_budget=0.5, enable_autograd_cache=False):
         peer = error(gradients(torch.compile(forward, backend="aot_eager")))
     if peer == 0.0:
         pytest.fail("torch's activation_memory_budget has right gradients with dropout now: say so in docs/pytorch.md")

@@ -24,7 +24,7 @@ BREAK = {
 @pytest.mark.filterwarnings("ignore")
 def test_an_architecture_keeps_every_promise(name: str) -> None:
     """At 70 % and at the smallest budget: loss, gradients, buffers and random state, the peak and its plan."""
-    for point in check(name, time_limit_s=1.5 if name in QUICK else 5.0):
+    for point in check(name, time_limit_s=0.7 if name in QUICK else 5.0):
         assert point.differs == []
         assert point.holds
 

@@ -178,6 +178,7 @@ class Store(Generic[T]):
                 raise sqlite3.DatabaseError("it is the database of another program")
             # Readers do not wait for a writer, and a process that dies while it writes leaves the file consistent.
             connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")  # a crash of the system may lose the last rows
             connection.executescript(_SCHEMA)
         except BaseException:
             connection.close()

@@ -58,12 +58,15 @@ _redirected: Callable[[str], None] | None = None
 
 
 @contextmanager
-def shown(text: str) -> Generator[None, None, None]:
-    """Show a text while the block runs; in nested blocks, the text of the innermost."""
+def shown(text: str, *, late_s: float = LATE_S) -> Generator[None, None, None]:
+    """Show a text while the block runs; in nested blocks, the text of the innermost.
+
+    If no line can be rewritten, a stage gets one after ``late_s`` seconds, which the outermost block decides.
+    """
     global _work
     outermost = _work is None
     if outermost:
-        _work = _started()
+        _work = _started(late_s)
     if _work is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,7 +154,8 @@ def erase() -> None:
 class _LateLines:
     """One line for each stage that takes long, in place of a line that is rewritten."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
         self.told: set[str] = set()  # stages that have been printed
         self._stage = ""
         self._timer: threading.Timer | None = None
@@ -164,7 +168,7 @@ class _LateLines:
         self.stop()
         self._stage = stage
         if stage not in self.told:
-            self._timer = threading.Timer(LATE_S, self._tell, [stage])
+            self._timer = threading.Timer(self.late_s, self._tell, [stage])
             self._timer.daemon = True
             self._timer.start()
 
@@ -176,10 +180,10 @@ class _LateLines:
 
     def _tell(self, stage: str) -> None:
         self.told.add(stage)
-        _write(f"checkmate: {stage}, which takes more than {LATE_S:.0f} s\n")
+        _write(f"checkmate: {stage}, which takes more than {self.late_s:.0f} s\n")
 
 
-def _started() -> _Work | None:
+def _started(late_s: float) -> _Work | None:
     """Work to show, or None if nothing is to be drawn."""
     if _redirected is not None:
         return _Work(_redirected, erase=None)
@@ -193,7 +197,7 @@ def _started() -> _Work | None:
         return _Work(lambda text: _write("\r" + f"checkmate: {text}"[:100].ljust(100)), erase="\r" + " " * 100 + "\r")
     if os.environ.get("TERM") != "dumb" and sys.stderr.isatty():
         return _Work(_draw_line, erase=_ERASE)
-    return _Work(_LateLines(), erase="")
+    return _Work(_LateLines(late_s), erase="")
 
 
 def _draw(work: _Work, *, at_once: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -19,8 +20,8 @@ SOLVERS = [kind(points=points) for kind in (ChenSqrtN, ChenGreedy, Griewank) for
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_segments_beat_no_brute_force_and_keep_the_budget(solver):
     """On graphs with views, random, pinned and overwritten ops, too."""
-    found = sum(check(draw(seed), solver).plan is not None for seed in range(150))
-    assert found > 10
+    found = sum(check(draw(seed), solver).plan is not None for seed in range(60))
+    assert found > 4
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
@@ -28,7 +29,7 @@ def test_segments_of_uneven_chains_beat_no_brute_force(solver):
     """Chains are what they were made for."""
     rng = random.Random(1)
     found = 0
-    for _ in range(40):
+    for _ in range(20):
         graph = uneven_chain(rng, 3)
         problem = Problem(graph, rng.randint(keep_all_bytes(graph) // 2, keep_all_bytes(graph)))
         best = solve(problem, BruteForce(), raise_on_failure=False)
@@ -37,7 +38,7 @@ def test_segments_of_uneven_chains_beat_no_brute_force(solver):
             found += 1
             assert best.cost <= result.cost
             assert result.peak_bytes <= problem.budget_bytes
-    assert found > 5
+    assert found > 2
 
 
 @pytest.mark.parametrize("solver", [ChenSqrtN(), ChenGreedy(), ChenSqrtN("linearized"), ChenGreedy("linearized")], ids=repr)
@@ -48,13 +49,20 @@ def test_a_chain_fits_in_twice_its_square_root_at_less_than_one_more_forward(lay
     assert 2 * layers + 1 < result.cost <= 3 * layers + 1
 
 
+@cache
+def searched() -> tuple[Problem, int]:
+    """A problem, and the cost of the plan that local search finds."""
+    problem = Problem(transformer(2), "70%")
+    return problem, solve(problem, LocalSearch(decodes=300)).cost
+
+
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_a_captured_step_is_planned_like_any_other(solver):
     """Views, random ops, norms with several outputs: the same plan law as everywhere, no better than local search."""
-    problem = Problem(transformer(3), "70%")
+    problem, cost = searched()
     result = solve(problem, solver, raise_on_failure=False)
     if result.plan is not None:
-        assert result.cost >= solve(problem, LocalSearch(decodes=300)).cost
+        assert result.cost >= cost
 
 
 def test_the_cheapest_setting_wins():

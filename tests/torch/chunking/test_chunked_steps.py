@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_fewer_pieces_are_taken_where_memory_allows() -> None:
     assert counts == [16, 4]
 
 
-@pytest.mark.parametrize("tokens", [251, 96])
+@pytest.mark.parametrize("tokens", [251, pytest.param(96, marks=pytest.mark.slow)])
 def test_pieces_need_not_be_equal(tokens: int) -> None:
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY)
@@ -189,11 +190,12 @@ def test_exact_pieces_are_the_default() -> None:
         model.zero_grad(set_to_none=True)
 
 
-def test_cheap_plans_of_whole_ops_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_plans_of_whole_ops_are_not_cut(caplog: pytest.LogCaptureFixture) -> None:
     """To look for regions and to test their bits takes seconds, and would gain little."""
-    monkeypatch.setattr(choose, "region_groups", lambda *args, **options: pytest.fail("regions were looked for"))
-    step = checkmate.torch.compile(Language(), example=batch(), budget="97%")
+    with caplog.at_level(logging.DEBUG, "checkmate.torch.chunking"):
+        step = checkmate.torch.compile(Language(), example=batch(), budget="97%")
     assert 1 < step.result.overhead <= 1.1
+    assert "groups of regions" not in caplog.text
 
 
 def test_exact_cuts_no_sum() -> None:

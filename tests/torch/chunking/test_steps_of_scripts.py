@@ -71,10 +71,10 @@ def stepping(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any], a
 
 
 @pytest.mark.parametrize(
-    ("accumulated", "arrays", "enough"),
-    [(1, 2.9, "enough for this graph alone"), pytest.param(2, 3.9, "this budget is enough$", marks=pytest.mark.slow)],
+    ("accumulated", "arrays", "hint"),
+    [(1, 2.9, "this graph alone needs at least"), pytest.param(2, 3.9, "raise the budget to at least", marks=pytest.mark.slow)],
 )
-def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: str) -> None:
+def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, hint: str) -> None:
     """`model(**batch).loss.backward()`: only logits, their gradient and what is held of the batch before exist whole.
 
     The outputs of the step before exist when a step begins, so that measured peaks do not count them.
@@ -88,15 +88,15 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
     budget = resident + sum(p.nbytes for p in model.parameters()) + int(arrays * logits)
     assert budget < resident + keep_all
 
-    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "off"})
-    with pytest.raises(InfeasibleBudgetError, match=f"runs ops piece by piece, .*{enough}"):
+    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 0.5, "chunking": "off"})
+    with pytest.raises(InfeasibleBudgetError, match=f"hint: {hint}"):
         run_steps(stepping(whole, model, batch, accumulated), model)
     model.load_state_dict(language()[0].state_dict())
     model.zero_grad()
     torch._dynamo.reset()
     coordinator().forget_steps()
 
-    run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 4, "chunking": "auto"})
+    run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "auto"})
     losses, peaks = run_steps(stepping(run, model, batch, accumulated), model)
     result = coordinator().result
     assert result is not None and any("in pieces" in remark for remark in result.remarks)
@@ -107,6 +107,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: s
         assert (got - want).norm() <= 1e-6 * want.norm()
 
 
+@pytest.mark.slow
 def test_a_graph_and_its_loss_outside() -> None:
     """The logits cross into eager code, so that nothing of the loss can run piece by piece: the rest is planned as ever."""
     model, batch = language()

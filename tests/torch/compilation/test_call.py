@@ -16,6 +16,7 @@ import checkmate
 from checkmate import CheckmateError, OptionError
 from checkmate.torch import NothingPlannedError
 from checkmate.torch.steps.coordinator import coordinator
+from tests.torch.steps import dynamo_settings
 
 # Dynamo looks at `.grad` of the tensor that crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -260,7 +261,7 @@ def test_another_path_through_the_model_is_a_warning(caplog: pytest.LogCaptureFi
     assert "recurrent layers run by their kernels" in said
 
 
-@torch._dynamo.config.patch(recompile_limit=2)
+@dynamo_settings(recompile_limit=2)
 def test_the_limit_of_compilations_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """From then on other shapes run without a plan, in silence as far as the budget goes."""
     run = torch.compile(Whole(), backend="checkmate", dynamic=False, options={"budget": ROOMY, "costs": "estimated"})
@@ -275,7 +276,7 @@ def test_the_limit_of_compilations_is_told_once(caplog: pytest.LogCaptureFixture
     assert "recompile_limit" in said
 
 
-@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+@dynamo_settings(recompile_limit=1, fail_on_recompile_limit_hit=True)
 def test_the_limit_can_be_an_error() -> None:
     """Dynamo has the option for that; its error comes through."""
     run = torch.compile(Whole(), backend="checkmate", dynamic=False, options={"budget": ROOMY, "costs": "estimated"})
@@ -370,7 +371,7 @@ def test_modules_around_a_recurrent_layer_are_planned(kind: str, caplog: pytest.
     assert torch._dynamo.config.allow_rnn is False
 
 
-@torch._dynamo.config.patch(allow_rnn=True)
+@dynamo_settings(allow_rnn=True)
 def test_traced_recurrent_layers_are_planned(caplog: pytest.LogCaptureFixture) -> None:
     """The hint for recurrent layers works."""
     compiled(Recurrent("GRU"))(batch(2, 4, 16)).backward()

@@ -11,7 +11,6 @@ from torch import nn
 
 from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.steps import known_steps
 from checkmate.torch.steps.coordinator import coordinator
 from tests.torch.steps import live_bytes
 
@@ -130,19 +129,3 @@ def test_gradients_of_eager_layers_count_once_whatever_step_made_them() -> None:
         optimizer.step()
         if number in (3, 5):  # after a step of the other kind
             assert 0 <= planned - peak <= 64
-
-
-def test_a_budget_that_is_far_too_small_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the gradients of the step before, and without them in the backward."""
-    torch._dynamo.reset()
-    coordinator().forget_steps()
-    asked: list[bool] = []
-
-    def refuse(*_: object, **__: object) -> None:
-        asked.append(True)
-        raise InfeasibleBudgetError("far too small", budget_bytes=1, floor_bytes=2**40)
-
-    monkeypatch.setattr(known_steps, "plan_step", refuse)
-    with pytest.raises(InfeasibleBudgetError, match="far too small"):
-        Loop("60%")
-    assert len(asked) == 2

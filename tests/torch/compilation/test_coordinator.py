@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, live_bytes, observe, planned_bytes
 
 # The second step plans. Where costs as measured make regions worth looking for, it compares the bits of whole arrays too.
-QUICK = {"time_limit_s": 1.0, "chunking": "off"}
+QUICK = {"time_limit_s": 1.0, "chunking": "off", "costs": "estimated"}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = [
     pytest.mark.usefixtures("nothing_in_flight"),
@@ -73,7 +72,7 @@ class Ran:
 class Classifier(nn.Module):
     """Logits that are large beside the rest, as those of a language model."""
 
-    def __init__(self, blocks: int = 6, width: int = 64, classes: int = 256) -> None:
+    def __init__(self, blocks: int = 4, width: int = 64, classes: int = 256) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)
@@ -148,9 +147,9 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.03)
 
 
-def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for those of its first step, which runs before the step is known, nor for that of the step."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     monkeypatch.setattr(plan_store, "_LEAST_S", 0.0)
     searches: list[str] = []
 
@@ -393,7 +392,7 @@ def test_a_step_that_is_given_up_is_not_in_flight() -> None:
 def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     """A plan is for one shape: another is planned, and said to be."""
     model = mlp()
-    run, planned = compiled(lambda x: model(x).square().mean(), budget="70%", **QUICK)
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="70%", **{**QUICK, "costs": "measured"})
     for count, rows in enumerate((512, 1024, 768), start=1):
         x = torch.randn(rows, 64)
         with caplog.at_level(logging.WARNING, "checkmate.torch"):

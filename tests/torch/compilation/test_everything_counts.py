@@ -19,7 +19,7 @@ from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.recorder import StepRecorder
 from tests.torch.steps import live_bytes
 
-QUICK = {"time_limit_s": 3}
+QUICK = {"time_limit_s": 1, "costs": "estimated"}
 KIB = 1024
 
 
@@ -81,7 +81,7 @@ class Loop:
             between()
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.slow), False], ids=["loss inside", "loss outside"])
 def test_optimizer_state_counts_from_the_second_step_on(inside: bool) -> None:
     """It is made by the first `optimizer.step()`, after the first plan. The peak is the planned one, to the byte."""
     net = Net()
@@ -94,7 +94,7 @@ def test_optimizer_state_counts_from_the_second_step_on(inside: bool) -> None:
 
 def test_a_budget_that_the_optimizer_makes_impossible_is_refused_in_the_first_step() -> None:
     """The state of torch's optimizers is known before it exists."""
-    net = Net(blocks=12)
+    net = Net(blocks=4)
     with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)):
         Loop(net, live_bytes() + 3 * sum(p.nbytes for p in net.parameters()), inside=True, steps=1)
     assert all(p.grad is None for p in net.parameters())
@@ -140,11 +140,11 @@ def test_a_first_call_of_another_graph_exceeds_no_later_budget() -> None:
     assert max(Loop(net, budget, inside=False, steps=5).peaks) <= budget
 
 
-def test_planning_keeps_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_planning_keeps_the_budget() -> None:
     """Ops are measured on the inputs of the graph, one at a time, and whole ops compared with pieces in what is left."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     net, (x, y) = Net(blocks=2, width=64), batch(2048)
-    run = torch.compile(net, backend="checkmate", options={"budget": (budget := live_bytes() + 8_400 * KIB), **QUICK})
+    run = torch.compile(net, backend="checkmate", options={"budget": (budget := live_bytes() + 8_400 * KIB)})
     before = live_bytes()
     for _ in range(3):
         for p in net.parameters():
@@ -156,7 +156,7 @@ def test_tensors_without_memory_count_nothing() -> None:
     """Floating-point operations are counted on meta tensors, by estimated costs and by users: they are no eager code's memory."""
     net, held = Net(blocks=2), list[torch.Tensor]()
     budget = live_bytes() + 4_200 * KIB
-    run = torch.compile(net, backend="checkmate", options={"budget": budget, "costs": "estimated", **QUICK})
+    run = torch.compile(net, backend="checkmate", options={"budget": budget, **QUICK})
     for _ in range(3):
         for p in net.parameters():
             p.grad = None
@@ -177,14 +177,14 @@ def test_planning_is_no_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs = net(x)
         return F.mse_loss(outputs, y), outputs  # whether the outputs have gradients is not known yet
 
-    options = {"budget": live_bytes() + 4_200 * KIB, "costs": "estimated", **QUICK}
+    options = {"budget": live_bytes() + 4_200 * KIB, **QUICK}
     torch.compile(loss_and_outputs, backend="checkmate", options=options)(*batch())[0].backward()
     assert made == [4]  # the gradient of the loss
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.slow), False], ids=["loss inside", "loss outside"])
 def test_a_refusal_names_what_was_measured(
-    inside: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    inside: bool, environ: dict[str, str], tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The budget leaves no room to measure the op that binds: that is said, and then it is measured beyond the budget."""
     net, x = nn.Sequential(nn.Conv2d(1, 16, 11, 2, 5), nn.BatchNorm2d(16)), torch.rand(8, 1, 64, 160)
@@ -195,17 +195,17 @@ def test_a_refusal_names_what_was_measured(
     def trained_within(budget: object) -> None:
         torch._dynamo.reset()
         coordinator().forget_steps()
-        run = torch.compile(loss if inside else net, backend="checkmate", options={"budget": budget, "chunking": "off", **QUICK})
+        run = torch.compile(loss if inside else net, backend="checkmate", options={"budget": budget, "chunking": "off"})
         for _ in range(2):
             (run(x) if inside else run(x).square().mean()).backward()
             net.zero_grad()
 
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path / "first"))
+    environ["CHECKMATE_CACHE"] = str(tmp_path / "first")
     with pytest.raises(InfeasibleBudgetError) as refused:
         trained_within("40%")
     assert "once, to measure that" in caplog.text
     caplog.clear()
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path / "second"))  # where nothing is known of what the ops take
+    environ["CHECKMATE_CACHE"] = str(tmp_path / "second")  # where nothing is known of what the ops take
     trained_within("100%")
     with pytest.raises(InfeasibleBudgetError) as with_room:
         trained_within("40%")
@@ -235,12 +235,16 @@ def test_a_call_without_gradients_is_told_by_what_it_takes(caplog: pytest.LogCap
     x = torch.rand(64, 4, 84, 84)
     with torch.no_grad():
         budget = live_bytes() + 2 * measure_peak(lambda: net(x))
-        run = torch.compile(net, backend="checkmate", options={"budget": budget, **QUICK})
+        run = torch.compile(net, backend="checkmate", options={"budget": budget})
         assert live_bytes() + measure_peak(lambda: run(x)) <= budget
     assert "without gradients" not in caplog.text
 
 
-@pytest.mark.parametrize("budgets", [(6_000 * KIB, 60_000 * KIB), (60_000 * KIB, 6_000 * KIB), (60_000 * KIB, "50%")], ids=str)
+@pytest.mark.parametrize(
+    "budgets",
+    [(6_000 * KIB, 60_000 * KIB), *(pytest.param((60_000 * KIB, b), marks=pytest.mark.slow) for b in (6_000 * KIB, "50%"))],
+    ids=str,
+)
 def test_of_two_budgets_of_a_step_the_smaller_one_holds(budgets: tuple[Any, Any]) -> None:
     """A budget is one of the process: models that train in one step share it."""
     nets = [Net(), Net()]
@@ -258,7 +262,7 @@ def test_of_two_budgets_of_a_step_the_smaller_one_holds(budgets: tuple[Any, Any]
     assert max(peaks[1:]) <= min(Budget.parse(budget).resolve(step_plan.graph) for budget in budgets)
 
 
-@pytest.mark.parametrize("budget", ["100%", "55%"])
+@pytest.mark.parametrize("budget", [pytest.param("100%", marks=pytest.mark.slow), "55%"])
 def test_a_function_that_takes_its_gradients_is_planned(budget: str) -> None:
     """By `torch.func`: forward and backward are one graph, and what it returns are gradients."""
     net, (x, y) = Net(), batch()
@@ -339,7 +343,7 @@ def test_a_network_whose_optimizer_runs_within_a_step() -> None:
     """As the discriminator of a GAN, which is trained on what is real first, and then in one step with the generator: its
     gradients are there in the backward, and its optimizer makes its state in the first step only."""
     discriminator, generator, (x, z) = Net(blocks=2), Net(blocks=1), batch(256)
-    options = {"budget": "80%", "costs": "estimated", **QUICK}
+    options = {"budget": "80%", **QUICK}
     judge, make = (torch.compile(net, backend="checkmate", options=options) for net in (discriminator, generator))
     optimizers = [torch.optim.Adam(net.parameters()) for net in (discriminator, generator)]
 

@@ -84,7 +84,7 @@ def peak(seed: int, budget: object) -> int:
     return live_bytes() + measure_peak(step)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 300))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 300))])
 def test_what_keeping_everything_takes_is_enough(seed: int) -> None:
     """A refusal says that no plan of any order keeps the budget. With 3 % more than was measured there is one: keeping all."""
     budget = int(1.03 * peak(seed, "100%"))

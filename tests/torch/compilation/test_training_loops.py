@@ -14,8 +14,10 @@ from torch import nn
 
 from checkmate.torch import measure_peak
 from checkmate.torch.steps.coordinator import coordinator
+from tests.torch.steps import functorch_settings
 
-QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
+# The search for regions allocates in the second step, as costs decide.
+QUICK = {"time_limit_s": 1.0, "chunking": "off", "costs": "estimated"}
 Batch = tuple[torch.Tensor, torch.Tensor]
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -189,8 +191,8 @@ def with_averaged_weights(training: Training) -> None:
 
 LOOPS = [
     with_lbfgs,
-    with_muon,
-    with_evaluation,
+    pytest.param(with_muon, marks=pytest.mark.slow),
+    pytest.param(with_evaluation, marks=pytest.mark.slow),
     with_two_backwards,
     pytest.param(with_a_smaller_last_batch, marks=pytest.mark.slow),
     pytest.param(with_an_exception, marks=pytest.mark.slow),
@@ -210,7 +212,7 @@ def trained(loop: Callable[[Training], None], budget: str, *, checkpointed: bool
     return training
 
 
-@torch._functorch.config.patch(donated_buffer=False)  # PyTorch needs it for a second backward
+@functorch_settings(donated_buffer=False)  # PyTorch needs it for a second backward
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_trains_as_without_a_budget(loop: Callable[[Training], None]) -> None:
     """Losses and parameters are those of keeping everything, to the bit, and steps keep their budget."""

@@ -11,6 +11,9 @@ import pytest
 from checkmate.cost.store import Store
 from checkmate.torch._compat.inductor import inductor_config
 
+inductor_settings = inductor_config.patch
+"""A context with other settings of Inductor."""
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,5 +27,5 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
+    with inductor_settings(compile_threads=1):
         yield

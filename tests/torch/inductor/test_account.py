@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch.inductor.account import Heap
+from tests.torch.inductor.conftest import inductor_settings
 from tests.torch.networks import NETWORKS, input_of
 from tests.torch.steps import compiled
 
@@ -22,7 +22,7 @@ ALLOCATE_INSIDE = ("cnn", "unet", "convolutions")
 @pytest.fixture(autouse=True)
 def _generates_code() -> Iterator[None]:
     """Inductor counts nothing that is in its cache."""
-    with inductor_config.patch(fx_graph_cache=False):
+    with inductor_settings(fx_graph_cache=False):
         yield
 
 

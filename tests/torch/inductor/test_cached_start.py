@@ -21,9 +21,9 @@ ROWS = 512
 
 
 @pytest.fixture(autouse=True)
-def _own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_code(tmp_path: Path, environ: dict[str, str]) -> Iterator[None]:
     """An empty cache of compiled code, and no known steps: as in the first process of a machine."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     coordinator().forget_steps()
     yield
     coordinator().forget_steps()

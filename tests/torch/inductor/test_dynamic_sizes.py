@@ -10,7 +10,7 @@ import torch
 
 from checkmate.torch import measure_peak
 from tests.torch.networks import input_of, mlp
-from tests.torch.steps import compiled
+from tests.torch.steps import compiled, dynamo_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_else")
 FUSED: dict[str, Any] = {"compiler": "inductor", "time_limit_s": 3}
@@ -52,7 +52,7 @@ def test_sizes_that_torch_itself_makes_dynamic_are_compiled_one_by_one(caplog: p
 def test_sizes_that_depend_on_data_are_refused() -> None:
     """As by the eager compiler: how much memory such a step takes is not known before it runs."""
     model = mlp(1)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+    with dynamo_settings(capture_dynamic_output_shape_ops=True):
         run, _ = compiled(lambda x: model(x[x.sum(1) > 0]).square().sum(), dynamic=True, budget="1GiB", **FUSED)
         with pytest.raises(Exception, match="depends on the data"):
             run(input_of("dropout", 96))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from checkmate.torch._compat.inductor import InductorChoices, inductor_config, under_a_plan
+from checkmate.torch._compat.inductor import InductorChoices, under_a_plan
+from tests.torch.inductor.conftest import inductor_settings
 
 WIDTH = 24
 """One vector of 16 numbers, and 8 after it."""
@@ -39,7 +40,7 @@ def test_what_it_is_fused_with_changes_no_bit() -> None:
         return [function(x[:, :1]).double() for function in FUNCTIONS.values()]
 
     torch._dynamo.reset()
-    with under_a_plan(InductorChoices()), inductor_config.patch(fx_graph_cache=False):
+    with under_a_plan(InductorChoices()), inductor_settings(fx_graph_cache=False):
         found = [torch.compile(f)(x) for f in (alone, beside_integers, of_one_number)]
     for name, vectors, mixed, scalars in zip(FUNCTIONS, *found, strict=True):
         assert torch.equal(vectors.abs(), mixed), name

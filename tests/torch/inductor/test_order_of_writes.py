@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import torch
 
 from checkmate.torch import measure_peak
-from checkmate.torch._compat.inductor import InductorChoices, inductor_config, under_a_plan
+from checkmate.torch._compat.inductor import InductorChoices, under_a_plan
+from tests.torch.inductor.conftest import inductor_settings
 
 
 def test_a_sum_is_scattered_before_it_is_read() -> None:
@@ -22,7 +23,7 @@ def test_a_sum_is_scattered_before_it_is_read() -> None:
         return y, torch.where(y <= 0, 0.0, z)
 
     torch._dynamo.reset()
-    with under_a_plan(InductorChoices()), inductor_config.patch(fx_graph_cache=False):
+    with under_a_plan(InductorChoices()), inductor_settings(fx_graph_cache=False):
         _, found = torch.compile(function)(a, w)
     torch.testing.assert_close(found, function(a, w)[1])
 
@@ -39,7 +40,7 @@ def test_a_product_with_a_parameter_that_is_updated_later_is_written_over() -> N
     torch.manual_seed(0)
     x, w = torch.randn(64, 32), torch.randn(32, 32)
     expected = function(x, w.clone())
-    patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
+    patches = inductor_settings(fx_graph_cache=False, allow_buffer_reuse=False)
     torch._dynamo.reset()
     with under_a_plan(InductorChoices()), patches:
         found, (code, *_) = run_and_get_code(torch.compile(function), x, w.clone())
@@ -59,7 +60,7 @@ def test_what_is_in_registers_is_not_written_over() -> None:
 
     torch.manual_seed(0)
     x, w, up = torch.randn(64, 32), torch.randn(32, 32), torch.randn(64, 32)
-    patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
+    patches = inductor_settings(fx_graph_cache=False, allow_buffer_reuse=False)
     torch._dynamo.reset()
     with under_a_plan(InductorChoices()), patches:
         found, (code, *_) = run_and_get_code(torch.compile(function), x, w, up)
@@ -80,7 +81,7 @@ def test_what_a_loop_reads_last_is_freed_before_the_next_loop() -> None:
     peaks = []
     for context in (nullcontext(), under_a_plan(InductorChoices())):
         torch._dynamo.reset()
-        with context, inductor_config.patch(**patches):
+        with context, inductor_settings(**patches):
             run = torch.compile(function)
             for mine, expected in zip(run(x, w, y), function(x, w, y), strict=True):
                 torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)

@@ -150,7 +150,7 @@ def test_a_budget_that_no_fused_step_keeps_is_kept_op_by_op_in_pieces() -> None:
     assert measure_peak(run) == step.result.peak_bytes - step.graph.resident_bytes
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 def test_what_is_written_out_computes_what_runs_in_pieces(seed: int) -> None:
     """Random regions of random networks, with uneven pieces, sums of several types and slices along two dimensions."""
     pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip install expecttest")

@@ -11,14 +11,15 @@ from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.torch._compat.inductor import DONATED, inductor_config
+from checkmate.torch._compat.inductor import DONATED
 from checkmate.torch.inductor import generate as inductor_compile
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
+from tests.torch.inductor.conftest import inductor_settings
 from tests.torch.inductor.test_compile import given_room, peak_of, planned_loss
 from tests.torch.networks import Transformer
 from tests.torch.steps import observe, recomputes
 
-LAYERS = 5
+LAYERS = 4
 
 
 def deep_transformer() -> tuple[nn.Module, torch.Tensor]:
@@ -127,7 +128,7 @@ def test_two_inputs_of_one_storage_are_not_donated() -> None:
 def test_equal_layers_are_compiled_once() -> None:
     model, x = deep_transformer()
     run, _ = planned_loss(model, x, None)
-    with inductor_config.patch(fx_graph_cache=False):
+    with inductor_settings(fx_graph_cache=False):
         code = "\n".join(run_and_get_code(lambda: run().backward())[1])
     defined = set(re.findall(r"def (repeated_\d+)\(args\)", code))
     called = re.findall(r"= (repeated_\d+)\(", code)
@@ -155,5 +156,5 @@ def test_no_bit_and_no_byte_depends_on_it(share: float | None, monkeypatch: pyte
 def test_max_autotune_sees_one_graph() -> None:
     """Its templates fuse ops before a matrix product, which a subgraph would keep apart."""
     assert takes_subgraphs()
-    with inductor_config.patch(torch._inductor.list_mode_options("max-autotune-no-cudagraphs")):
+    with inductor_settings(torch._inductor.list_mode_options("max-autotune-no-cudagraphs")):
         assert not takes_subgraphs()

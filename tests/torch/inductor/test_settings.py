@@ -13,9 +13,9 @@ from torch import nn
 import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import Options, measure_peak
-from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch.backend import checkmate as backend
 from checkmate.torch.inductor.settings import PLANNED_SETTINGS, compiler_fingerprint, config_patches
+from tests.torch.inductor.conftest import inductor_settings
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled, observe
 
@@ -60,7 +60,7 @@ def test_cuda_graphs_are_refused_under_a_budget_only() -> None:
         "triton.cudagraphs"
     ]
     assert settings("cuda", mode="max-autotune")["triton.cudagraphs"]
-    with inductor_config.patch({"triton.cudagraphs": True}), pytest.raises(OptionError, match="CUDA graphs"):
+    with inductor_settings({"triton.cudagraphs": True}), pytest.raises(OptionError, match="CUDA graphs"):
         settings("cuda", budget="1GiB")
 
 

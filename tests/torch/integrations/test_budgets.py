@@ -56,12 +56,12 @@ def test_accelerate_compiles_within_the_budget(accelerator):
         gradients(model, inner)
 
 
-def test_settings_for_other_backends_are_not_used(monkeypatch):
+def test_settings_for_other_backends_are_not_used(environ):
     """`accelerate launch` writes its defaults into the environment of the script; they are those of other backends."""
     from checkmate.torch.integrations import BudgetPlugin
 
     for name, value in (("USE_REGIONAL_COMPILATION", "True"), ("USE_DYNAMIC", "False"), ("MODE", "max-autotune")):
-        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+        environ[f"ACCELERATE_DYNAMO_{name}"] = value
     plugin = BudgetPlugin("8GiB", reserve=7)
     assert plugin.to_kwargs() == {"backend": "checkmate", "dynamic": None, "options": {"budget": "8GiB", "reserve": 7}}
     assert not plugin.use_regional_compilation

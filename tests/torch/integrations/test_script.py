@@ -188,21 +188,21 @@ def test_a_training_that_was_not_seen_is_told(optimizers, said):
     assert ("compiled", "nothing") in report.rows()
 
 
-def test_the_environment_has_the_budget_of_trainers(monkeypatch):
+def test_the_environment_has_the_budget_of_trainers(environ):
     """`CHECKMATE_BUDGET=20GiB python train.py`: the callbacks need no argument, and one that is given comes first."""
     pytest.importorskip("accelerate", reason="needs accelerate")
     pytest.importorskip("transformers", reason="needs transformers")
     from checkmate.torch.integrations import BudgetCallback, BudgetPlugin
 
-    monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
+    environ.pop("CHECKMATE_BUDGET", None)
     assert budget_of_environment() is BudgetCallback().options["budget"] is None
-    monkeypatch.setenv("CHECKMATE_BUDGET", "20GiB")
+    environ["CHECKMATE_BUDGET"] = "20GiB"
     assert BudgetCallback().options["budget"] == BudgetPlugin().options["budget"] == "20GiB"
     assert BudgetCallback("8GiB").options["budget"] == BudgetPlugin("8GiB").options["budget"] == "8GiB"
 
 
 @pytest.mark.filterwarnings("ignore")  # of lightning, about loggers and workers
-def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
+def test_lightning_finds_the_budget_of_the_environment(environ, tmp_path):
     """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one.
 
     Here the Trainer has two of them, where the package is installed: the one that it is given, and that of the entry point.
@@ -223,9 +223,9 @@ def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
 
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.pytorch.callbacks_factory"]
     assert entry == {"checkmate": f"{lightning_callbacks.__module__}:{lightning_callbacks.__name__}"}
-    monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
+    environ.pop("CHECKMATE_BUDGET", None)
     assert lightning_callbacks() == []
-    monkeypatch.setenv("CHECKMATE_BUDGET", "100%")
+    environ["CHECKMATE_BUDGET"] = "100%"
     with training_within("70%"):
         assert lightning_callbacks() == []
     (callback,) = lightning_callbacks()

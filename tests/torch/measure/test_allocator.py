@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import checkmate.torch
 from checkmate import OptionError
@@ -49,38 +51,45 @@ def test_what_reserved_memory_cannot_be_combined_with(options: dict[str, Any]) -
         checkmate.torch.Options(budget="1GiB", budget_of="reserved", **options)
 
 
-class FakeAllocator:
-    """Counts what is asked of the CUDA allocator."""
+class FakeAllocator(TorchFunctionMode):
+    """Counts what is asked of the CUDA allocator; tensors are asked of it where it is the mode."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reserved: int = 0, allocated: int = 0) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.made: list[int] = []
-        self.reserved, self.allocated = reserved, allocated
-        known: dict[str, Any] = {
-            "empty_cache": lambda: self.made.append(0),
-            "memory_reserved": lambda device: self.reserved,
-            "memory_allocated": lambda device: self.allocated,
-            "get_allocator_backend": lambda: "native",
-        }
-        for name, value in known.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(allocator.torch, "empty", lambda size, **options: self.made.append(size))
+        self.reserved = self.allocated = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.made.append(args[0]) if func is torch.empty else func(*args, **kwargs or {})
 
 
-def test_memory_is_reserved_in_one_piece_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake(seeming_gpu: Callable[..., None]) -> FakeAllocator:
+    made = FakeAllocator()
+    seeming_gpu(
+        empty_cache=lambda: made.made.append(0),
+        memory_reserved=lambda device: made.reserved,
+        memory_allocated=lambda device: made.allocated,
+        get_allocator_backend=lambda: "native",
+    )
+    return made
+
+
+def test_memory_is_reserved_in_one_piece_before_the_first_step(fake: FakeAllocator) -> None:
     """The cache is emptied first: what profiling left would stay reserved beside the arena."""
     model, given = network()
     keep = checkmate.torch.compile(model, **given)
-    fake = FakeAllocator(monkeypatch, reserved=60, allocated=48)
+    fake.reserved, fake.allocated = 60, 48
     memory = ReservedMemory(CUDA)
     arena = smallest_arena(keep.graph, keep.plan)
     assert memory(keep.graph, keep.plan) == arena.reserved_bytes + 12
-    memory.prepare(keep.graph, keep.plan)
+    with fake:
+        memory.prepare(keep.graph, keep.plan)
     assert fake.made == [0, 0, arena.size_bytes]
 
 
-def test_more_than_the_budget_after_the_first_step_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_more_than_the_budget_after_the_first_step_is_told_once(fake: FakeAllocator, caplog: Any) -> None:
     """What runs beside the plan is not in the prediction."""
-    fake = FakeAllocator(monkeypatch)
     memory = ReservedMemory(CUDA)
     fake.reserved = 3 << 20
     memory.check(2 << 20)
@@ -92,17 +101,17 @@ def test_more_than_the_budget_after_the_first_step_is_told_once(monkeypatch: pyt
     assert len(caplog.messages) == 1
 
 
-def test_allocated_memory_counts_what_is_not_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fake")
+def test_allocated_memory_counts_what_is_not_split_off(environ: dict[str, str]) -> None:
     """On a GPU with segments of fixed sizes; not with expandable segments, and not on a CPU."""
-    FakeAllocator(monkeypatch)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+        environ.pop(name, None)
     counted = counted_memory("allocated", CUDA)
     assert counted is not None
     graph = checkmate.Graph.from_dag(cost=[1], size_bytes=[23 << 19], edges=[], kept=[0])
     assert counted(graph, checkmate.Plan.from_order(graph, [0])) == 12 << 20
     assert counted_memory("allocated", None) is None
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     assert has_expandable_segments()
     assert counted_memory("allocated", CUDA) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,9 +54,9 @@ class Device:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
+def cuda(seeming_gpu: Callable[..., None]) -> Device:
     device = Device()
-    known = {
+    known: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 0,
@@ -66,10 +67,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         "mem_get_info": lambda _=None: (HAS - device.held, HAS),
         "empty_cache": device.empty,
         "Event": device.event,
+        "_sleep": lambda cycles: None,
     }
-    for name, value in known.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(single_op, "keep_busy", lambda cycles: None)
+    seeming_gpu(**known)
     return device
 
 

@@ -73,4 +73,4 @@ def test_a_caught_error_is_read():
     except torch.OutOfMemoryError as error:
         found = checkmate.torch.read_oom(error)
     assert isinstance(found, checkmate.torch.OutOfMemory)
-    assert (found.cause, found.budget) == ("too little memory", "7.27GiB")
+    assert (found.cause, found.budget) == ("too little memory", "7.28GiB")

@@ -21,11 +21,9 @@ from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
 
-def test_a_second_capture_measures_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_second_capture_measures_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Costs come from the store, so that plans are the same from run to run."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     model, x = mlp(), input_of("dropout")
     with caplog.at_level(logging.INFO, "checkmate.torch"):
         first = checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x))
@@ -42,11 +40,9 @@ def test_workspace_is_measured() -> None:
     assert max(op.workspace_bytes for op in graph.ops) > 1000
 
 
-def test_an_op_that_cannot_be_measured_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_an_op_that_cannot_be_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Its cost is estimated, and not in silence."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
 
     @torch.library.custom_op("checkmate_test::moody", mutates_args=())
     def moody(x: torch.Tensor) -> torch.Tensor:
@@ -60,9 +56,9 @@ def test_an_op_that_cannot_be_measured_is_told(
     assert next(op for op in graph.ops if "moody" in op.kind).cost > 0
 
 
-def test_ops_are_measured_as_they_run_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_ops_are_measured_as_they_run_in_a_step() -> None:
     """Costs are measured while PyTorch traces: its dispatcher goes through Python then, which takes longer than a small op."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     through_python: list[bool] = []
 
     @torch.library.custom_op("checkmate_test::attentive", mutates_args=())
@@ -191,16 +187,15 @@ def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplo
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_profiler_of_the_user_changes_no_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_profiler_of_the_user_changes_no_cost(own_cache: Path, environ: dict[str, str]) -> None:
     """Profilers of one thread do not nest: ops are then measured in another one, their workspace too."""
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     model, x = mlp(2), input_of("dropout")
     run, planned = compiled(lambda: model(x).mean())
     with torch.profiler.profile(profile_memory=True) as seen:
         run().backward()
     profiled = [op.workspace_bytes for op in planned[0][0].graph.ops]
     assert seen.key_averages()
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path / "again"))
+    environ["CHECKMATE_CACHE"] = str(own_cache / "again")
     torch._dynamo.reset()
     run, planned = compiled(lambda: model(x).mean())
     run().backward()

@@ -14,12 +14,8 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import checkmate.torch
-from checkmate import OptionError, Plan
+from checkmate import OptionError
 from checkmate.torch import measure_peak
-from checkmate.torch.graph.op_properties import FORWARD_ONLY
-from checkmate.torch.joint.capture import Capture
-from checkmate.torch.partition import split
-from checkmate.torch.partition.apply_plan import apply_plan
 from tests.torch.networks import Cnn, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, Planned, close, compiled, observe, planned_bytes, recomputes
 
@@ -113,16 +109,13 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-KEPT_QUICKLY = ("nested_and_rest", "products_saved")
-"""Regions that are tested with the fewest computations, too, every time."""
+QUICK = ("nested_and_rest", "products_saved")
+"""Regions that are tested every time."""
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        *((name, "forget") for name in REGIONS),
-        *(pytest.param(n, "keep", marks=() if n in KEPT_QUICKLY else pytest.mark.slow) for n in REGIONS),
-    ],
+    [pytest.param(n, how, marks=() if n in QUICK else pytest.mark.slow) for n in REGIONS for how in ("forget", "keep")],
 )
 def test_a_respected_region_changes_no_bit(name: str, how: str) -> None:
     """Against the same model without any budget; once with the fewest computations, once with the most."""
@@ -139,34 +132,6 @@ def test_a_respected_region_changes_no_bit(name: str, how: str) -> None:
     assert reference.differs(observe(model, run)) == []
     assert _again(planned)
     assert measure_peak(lambda: run().backward()) <= planned_bytes(planned) + 64
-
-
-def test_nothing_that_is_to_be_computed_again_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though there is room for all: a region's result is held for what comes after it, its inside never."""
-    captures: list[Capture] = []
-
-    def recorded(capture: Capture, plan: Plan) -> fx.GraphModule:
-        captures.append(capture)
-        return apply_plan(capture, plan)
-
-    monkeypatch.setattr(split, "apply_plan", recorded)
-    for name, build in REGIONS.items():
-        torch._dynamo.reset()
-        model, forward = build()
-        x = input_of("dropout")
-        run, planned = compiled(lambda f=forward, x=x: f(x).square().mean(), budget=ROOMY, checkpoints="respected")
-        run().backward()
-        capture, result = captures[-1], planned[-1][1]
-        graph, members = capture.graph, capture.members
-        inside = {o for o, m in enumerate(members) if m.node is not None and m.node.meta.get(FORWARD_ONLY)}
-        results = {o for o in inside if any(_region(u) != _region(members[o].node) for u in _users(members[o].node))}
-        assert len(inside - results) >= 3, name
-        after = result.plan.order[result.plan.order.index(capture.graph.boundary) + 1 :]
-        assert inside.isdisjoint(after), name
-        held = {v for o in after for v in graph.ops[o].inputs if graph.producer[v] not in after}
-        states = {graph.ops[o].outputs[0] for o in inside if "run_and_save_rng_state" in graph.ops[o].kind}
-        assert {graph.producer[v] for v in held - states}.isdisjoint(inside - results), name
-        model.zero_grad(set_to_none=True)
 
 
 def test_what_must_be_saved_is_computed_once() -> None:
@@ -330,8 +295,8 @@ def whole_step(budget: str, compiler: str = "eager", **how: Any) -> tuple[list[t
     "how",
     [
         {"use_reentrant": False},
-        {"use_reentrant": True},
-        {"use_reentrant": False, "preserve_rng_state": False},
+        pytest.param({"use_reentrant": True}, marks=pytest.mark.slow),
+        pytest.param({"use_reentrant": False, "preserve_rng_state": False}, marks=pytest.mark.slow),
     ],
 )
 def test_regions_are_hints_in_a_whole_step(how: dict[str, Any]) -> None:

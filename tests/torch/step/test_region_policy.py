@@ -99,7 +99,7 @@ def test_policies_keep_the_budget_and_the_bits(dropout: float) -> None:
     """Ops, modules and whole layers, with random ops and without: two steps equal a plain loop's, the peak is measured."""
     plain = Gpt(dropout)
     x, y = FRESH(), FRESH()
-    given: dict[str, Any] = {"example": (x, y), "time_limit_s": 4, "costs": "estimated"}
+    given: dict[str, Any] = {"example": (x, y), "time_limit_s": 1, "costs": "estimated"}
     overheads = {}
     for save in ("ops", "modules", "nothing"):
         model, other = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -124,7 +124,7 @@ def test_policies_keep_the_budget_and_the_bits(dropout: float) -> None:
 def test_the_saved_ops_are_not_run_again() -> None:
     """Matrix products that the policy saves run once, all others twice."""
     model, (x, y) = Gpt(), (FRESH(), FRESH())
-    policy = region_policy(model, loss_of, example=(x, y), budget="60%", time_limit_s=4, costs="estimated")
+    policy = region_policy(model, loss_of, example=(x, y), budget="60%", time_limit_s=1, costs="estimated")
     saved = sum(kind == "aten.addmm.default" for calls in policy.saved.values() for kind, _ in calls)
     assert saved
     loss = loss_of(checkpoint_regions(model, policy)(x), y)
@@ -136,7 +136,7 @@ def test_the_saved_ops_are_not_run_again() -> None:
 def test_a_policy_as_json_and_a_context_function() -> None:
     """As other code applies it: `checkpoint(..., context_fn=...)` on each module, from the JSON of the command line."""
     model, (x, y) = Gpt(), (FRESH(), FRESH())
-    policy = region_policy(model, loss_of, example=(x, y), budget="60%", time_limit_s=4, costs="estimated")
+    policy = region_policy(model, loss_of, example=(x, y), budget="60%", time_limit_s=1, costs="estimated")
     other = checkpoint_regions(copy.deepcopy(model), policy)
     for name, saved in json.loads(json.dumps(policy.as_dict()))["saved"].items():
         module = model.get_submodule(name)
@@ -151,7 +151,7 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
     """Evaluation runs the forward as it is."""
     model, (x, y) = Gpt(), (FRESH(), FRESH())
     expected = model(x)
-    policy = region_policy(model, loss_of, example=(x, y), budget="40%", time_limit_s=2, save="nothing", costs="estimated")
+    policy = region_policy(model, loss_of, example=(x, y), budget="40%", time_limit_s=1, save="nothing", costs="estimated")
     with torch.no_grad():
         assert torch.equal(checkpoint_regions(model, policy)(x), expected)
 

@@ -14,8 +14,10 @@ from torch._C._profiler import _ExperimentalConfig
 
 ResultT = TypeVar("ResultT")
 
-keep_busy = torch.cuda._sleep
-"""Keeps the current stream of the GPU busy for a number of cycles of its clock."""
+
+def keep_busy(cycles: int) -> None:
+    """Keep the current stream of the GPU busy for a number of cycles of its clock."""
+    torch.cuda._sleep(cycles)
 
 
 def profiler_running() -> bool:

@@ -317,13 +317,8 @@ def with_pieces(result: Result, whole: Graph, groups: Sequence[RegionGroup]) -> 
     return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks))
 
 
-def with_offer(
-    error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks, *, part: bool = False
-) -> InfeasibleBudgetError:
-    """A refusal that says how much running ops piece by piece would help: in bytes, if that is known within three seconds.
-
-    ``part`` is for a step that is only partly known yet.
-    """
+def with_offer(error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks) -> InfeasibleBudgetError:
+    """A refusal that says how much running ops piece by piece would help: in bytes, if that is known within three seconds."""
     within_s = 3.0
     try:
         if 3 * step.whole.graph.cost > within_s * 1e9:  # to measure the ops that run its regions would take about as long
@@ -335,8 +330,7 @@ def with_offer(
     if peak >= (error.smallest_bytes or error.floor_bytes):
         return error
     enough = "this budget" if peak <= error.budget_bytes else format_at_least(peak)
-    enough += " is enough for this graph alone" if part else " is enough"
-    return error.with_hint(f'{error.hint}; with chunking="auto", which runs ops piece by piece, {enough}')
+    return error.with_hint(f'{error.hint}; with chunking="auto", which runs ops piece by piece, {enough} is enough')
 
 
 def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleBudgetError:

@@ -50,6 +50,7 @@ def sum_of_segments(model: CutModel, events: list[int]) -> float:
     return sum(segment(model, a, b, no_alarm()) for a, b in pairwise([*events, model.end]))
 
 
+@pytest.mark.slow
 def test_segments_of_a_chain_add_up_to_no_more_than_an_optimal_plan():
     """Of any chain; and a segment to the end is the bound of its event."""
     several = above_one_event = 0
