@@ -140,11 +140,17 @@ def needed_bytes(stage: Stage) -> int:
     Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
     """
     ops = stage.all_ops
-    ends = {storage_key(tensor(value)): op for op in ops for value in (*inputs(op), *filter(None, outputs(op)))}
-    live, most = dict[int, int](), 0
+    given = {value for value, _ in stage.operands}  # each is filled as a tensor of its own, also views of one storage
+
+    def held(op: fx.Node) -> dict[object, int]:
+        values = (*inputs(op), *filter(None, outputs(op)))
+        return {value if value in given else storage_key(tensor(value)): size_bytes(value) for value in values}
+
+    ends = {key: op for op in ops for key in held(op)}
+    live, most = dict[object, int](), 0
     filling = 3 * _FILLED_AT_ONCE * max(tensor(value).element_size() for op in ops for value in inputs(op))
     for op, workspace in zip(ops, workspace_bytes(ops), strict=True):
-        live.update({storage_key(tensor(value)): size_bytes(value) for value in (*inputs(op), *filter(None, outputs(op)))})
+        live |= held(op)
         read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
         workspace = max(workspace, estimated_workspace_bytes(op) // stage.region.count)
         piece = sum(_dense_bytes(_first_piece(value, placement, stage)) for value, placement in read)
