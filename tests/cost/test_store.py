@@ -161,7 +161,8 @@ def test_measured_plans_are_replaced_one_by_one(tmp_path):
 def test_a_faulty_folder_is_named_once(tmp_path, environ, fails, caplog, fault):
     """There is one cure for all kinds of values."""
     (tmp_path / "file").write_text("mine")
-    environ["CHECKMATE_CACHE"] = {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, "")
+    place = {"a-file": str(tmp_path / "file"), "cannot-be-made": f"/proc/{tmp_path.name}/cache", "no-home": "no home"}[fault]
+    environ["CHECKMATE_CACHE"] = "" if fault == "no-home" else place
     if fault == "no-home":
         environ.pop("XDG_CACHE_HOME", None)
         fails("pathlib.Path.home", RuntimeError("Could not determine home directory."))
@@ -174,9 +175,7 @@ def test_a_faulty_folder_is_named_once(tmp_path, environ, fails, caplog, fault):
     plans.record_answer(10, 4)
     assert (plans.all(), plans.monotone_bounds(8)) == ([], (0, 8))
     (warning,) = caplog.messages
-    assert (
-        str(tmp_path / "file") if fault == "a-file" else "/proc/none/cache" if fault == "cannot-be-made" else "no home"
-    ) in warning
+    assert place in warning
     assert "set CHECKMATE_CACHE to a" in warning
     assert (tmp_path / "file").read_text() == "mine"
 
