@@ -255,7 +255,7 @@ def fields_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_chunking(chunking: Chunking) -> None:
-    """Refuse exact pieces in forecasts: nothing runs there to test their bits."""
+    """Refuse exact pieces where nothing runs to test their bits."""
     if chunking == "exact":
         raise OptionError(
             "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "

@@ -81,7 +81,7 @@ def test_sums_in_half_precision_take_memory_in_float32() -> None:
         model = Language().to(torch.bfloat16)
     (kind, (op,)), *fewer = kinds_and_ops(traced(model, h100, updates=True))
     assert all(other.is_fewer_pieces_of(kind) for other, _ in fewer)
-    assert kind.place == "head + loss"
+    assert kind.description.startswith("head + loss, ")
     gradient = 2 * VOCABULARY * WIDTH
     count = kind.regions[0].count
     logits = 4 * TOKENS // count * VOCABULARY

@@ -140,7 +140,7 @@ def needed_bytes(stage: Stage) -> int:
     Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
     """
     ops = stage.all_ops
-    given = {value for value, _ in stage.operands}  # each is filled as a tensor of its own, also views of one storage
+    given = {value for value, _ in stage.operands}  # each is filled as a separate tensor, also views of one storage
 
     def held(op: fx.Node) -> dict[object, int]:
         values = (*inputs(op), *filter(None, outputs(op)))

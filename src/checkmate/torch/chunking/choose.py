@@ -311,12 +311,6 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
     return ChunkedStep(choices.captured(groups), groups)
 
 
-def with_pieces(result: Result, whole: Graph, groups: Sequence[RegionGroup]) -> Result:
-    """A plan's result with its overhead against the step in which nothing runs piece by piece."""
-    remarks = [f"in pieces: {group.description}" for group in groups]
-    return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks))
-
-
 def with_offer(error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks) -> InfeasibleBudgetError:
     """A refusal that says how much running ops piece by piece would help: in bytes, if that is known within three seconds."""
     within_s = 3.0
@@ -350,13 +344,14 @@ def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleB
 
 def _with_bounds(result: Result, groups: Sequence[RegionGroup], bounds: Sequence[float], whole: Graph) -> Result:
     """The result of a set, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    result = with_pieces(result, whole, groups)
+    pieces = [f"in pieces: {group.description}" for group in groups]
     covered = f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found"
     if groups:
-        _log.info("%s", "; ".join([*result.remarks[-len(groups) :], covered]))
+        _log.info("%s", "; ".join([*pieces, covered]))
     return msgspec.structs.replace(
         result,
+        overhead=result.cost / whole.cost,
         bound=min(bounds),
         gap=max(0.0, (result.cost - min(bounds)) / result.cost),
-        remarks=(*result.remarks, covered) if groups else result.remarks,
+        remarks=(*result.remarks, *pieces, covered) if groups else result.remarks,
     )

@@ -31,16 +31,11 @@ class RegionGroup:
     most_pieces: bool = True  # whether no other group has these regions in more pieces
 
     @property
-    def place(self) -> str:
-        """The place of the regions in the model, for people."""
-        return common_place([place_of(region.rules) for region in self.regions])
-
-    @property
     def description(self) -> str:
-        """The place of the regions, and how they run, for people."""
-        region = self.regions[0]
+        """The place of the regions in the model, and how they run, for people."""
+        region, place = self.regions[0], common_place([place_of(region.rules) for region in self.regions])
         how = ", gradients ahead of the backward" if self.assumes_unit_tangent else ""
-        return f"{self.place}, {region.count} pieces of {region.piece_length:,}{how}"
+        return f"{place}, {region.count} pieces of {region.piece_length:,}{how}"
 
     @property
     def recomputes_nothing(self) -> bool:

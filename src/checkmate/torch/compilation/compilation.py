@@ -45,8 +45,6 @@ class Compilation:
         self.ranks = job_ranks() if together else None  # ranks that plan together
         self.planner = GraphPlanner(options, account, hooks, self.ranks)
         self.executable = Executable(account, self.planner, hooks)
-        # If no step compiled by Inductor kept the budget, the least budget that one of them would keep.
-        self.least_fused_bytes: int | None = None
         self.resident = account.resident
 
     @functools.cached_property

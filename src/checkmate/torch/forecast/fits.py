@@ -181,9 +181,10 @@ class _Forecast:
         if step.keep_all_bytes <= available:
             return "keeps everything", keep_everything(graph)
         if max(smallest.floor_bytes, step.update_bytes) > available:
-            self.remarks.append(
-                'ops count whole: the graph of capture(..., device=..., chunking="auto") may have a smaller min_budget'
-            )
+            if step.update_bytes <= available:  # pieces of ops leave the bytes of the optimizer's step as they are
+                self.remarks.append(
+                    'ops count whole: the graph of capture(..., device=..., chunking="auto") may have a smaller min_budget'
+                )
             return "does not fit", None
         known = smallest.plan if smallest.peak_bytes <= available else None
         limits = Limits(time_s=self.tracer.share_s(0.5))  # this is the main result

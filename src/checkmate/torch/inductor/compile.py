@@ -43,7 +43,6 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     trials = _Trials(gm, example_inputs, compilation)
     least = None if trials.key is None else misfits().get([trials.key]).get(trials.key)
     if least is not None:
-        compilation.least_fused_bytes = least
         _log.warning(
             "no plan that Inductor compiled before kept the budget; the smallest takes %s: compiled by 'eager'",
             format_bytes(least),
@@ -56,9 +55,9 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         return first
     chosen = search.choose(trials.counted(), trials.compile_again, trials.measure)
     if chosen is None:
-        _give_up(compilation, search)
-        if trials.key is not None and compilation.least_fused_bytes is not None:
-            misfits().add({trials.key: compilation.least_fused_bytes})
+        least = _give_up(compilation, search)
+        if trials.key is not None:
+            misfits().add({trials.key: least})
         return None
     best = trials.compiled[chosen]
     best.kernels.build()
@@ -74,8 +73,8 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     return best
 
 
-def _give_up(compilation: Compilation, search: CalibratedSearch) -> None:
-    """Say that no compilation keeps the budget, and which budget the smallest compilation would keep."""
+def _give_up(compilation: Compilation, search: CalibratedSearch) -> int:
+    """Say that no compilation keeps the budget. Returns the budget that the smallest compilation would keep."""
     peaks = [t.outcome.memory.peak_bytes for t in search.trials]
     if compilation.options.plan is not None:
         raise OptionError(
@@ -84,7 +83,6 @@ def _give_up(compilation: Compilation, search: CalibratedSearch) -> None:
             hint=f"raise the budget by at least {format_at_least(peaks[0] - search.limit_bytes)}, or leave out `plan` to have "
             "one made and measured",
         )
-    compilation.least_fused_bytes = search.chains.contracted.resident_bytes + min(peaks)
     _log.warning(
         "none of %d plans that Inductor compiled kept the %s that the budget leaves above the resident bytes (the smallest "
         "of them takes %s): compiled by 'eager' instead, whose peak is the planned one",
@@ -92,6 +90,7 @@ def _give_up(compilation: Compilation, search: CalibratedSearch) -> None:
         format_bytes(search.limit_bytes),
         format_bytes(min(peaks)),
     )
+    return search.chains.contracted.resident_bytes + min(peaks)
 
 
 class _Trials:

@@ -118,7 +118,7 @@ class CalibratedSearch:
         if self._options.budget is None or self._options.plan is not None:
             self._fixed, self._order = True, self._keeps_everything()
             return
-            # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is as long as a compilation.
+        # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is as long as a compilation.
         self._replanner = Replanner(contracted, self._options, gap=0.01)
         self._policy = Proportional(least_cost=contracted.cost)
         share = self._compilation.planner.allotment(graph)

@@ -26,7 +26,7 @@ from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import CostSource, takes_options
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
-from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.device_memory import state_bytes

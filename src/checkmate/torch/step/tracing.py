@@ -21,7 +21,7 @@ from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeE
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.call import in_words
-from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.resident_account import Hooks
 from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture

@@ -25,35 +25,33 @@ class Announcements:
         self._said: dict[tuple[int, bool], int] = {}  # bytes, by the first graph, and whether the step is a first one
         self._in_flight = in_flight  # the graphs of the present step that wait for their backwards
         self._hooked: set[int] = set()  # graphs that ran under `saved_tensors_hooks`
-        self.begin_step(recorder, None)
+        self.begin_step(recorder)
 
     @property
     def most_bytes(self) -> int:
         """The largest total of a warning, in bytes; 0 if there was none."""
         return max(self._said.values(), default=0)
 
-    def begin_step(
-        self, recorder: StepRecorder, memory: DeviceMemory | None, *, first: bool = True, unseen_bytes: int = 0
-    ) -> None:
+    def begin_step(self, recorder: StepRecorder, *, first: bool = True, unseen_bytes: int = 0) -> None:
         """Note which step begins.
 
         Args:
             recorder: Its segments and storages.
-            memory: All tensors as they were when its first graph was compiled; None if they were not looked up.
             first: Whether it is a first step; otherwise another, planned step was expected.
             unseen_bytes: Expected bytes of its eager code, if that code is not watched.
         """
-        self._recorder, self._memory, self._first, self._unseen_bytes = recorder, memory, first, unseen_bytes
+        self._recorder, self._first, self._unseen_bytes = recorder, first, unseen_bytes
+        self._memory: DeviceMemory | None = None  # all tensors at the newest look; None if they were not looked up
         self._newest: PlannedGraph | None = None  # the newest graph of a step whose eager code is seen for the first time
         self._budgets: list[Budget] = []  # of the step
         self._fixed_bytes = self._keep_all_bytes = 0  # of the step, to which shares refer
         self._outside_bytes: int | None = None  # bytes outside of a step of which no graph has run
         self._besides_eager_bytes = 0  # bytes without eager code, after the newest segment
 
-    def before_forward(self, run: Run, allotted: StepAllotment | None) -> None:
+    def before_forward(self, run: Run, allotted: StepAllotment | None, memory: DeviceMemory | None) -> None:
         """Warn before a forward that may exceed the budget, or whose backward may."""
         planned, own, forwards, recorder = run.planned, run.program, [*self._in_flight, run], self._recorder
-        self._newest = None
+        self._newest, self._memory = None, memory
         if planned.budget.keeps_everything:
             return
         alone = planned.alone and (len(forwards) == 1 or not planned.replaceable or planned.options.plan is not None)

@@ -63,7 +63,7 @@ class Coordinator:
         self._eager = EagerCode(self._see_eager_op)
         self._calling = False  # whether a call of a compiled function is under way
         self._budget: Budget | None = None  # of the function that is called
-        self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
+        self._memory: DeviceMemory | None = None  # at the newest look: on a CPU, when a step's first graph was compiled
         _see_updates()
 
     def forget_steps(self) -> None:
@@ -261,7 +261,7 @@ class Coordinator:
                 run.arguments = ForwardArguments(planned, args)
             if program is None:
                 allotted = None if planned.replaceable else self.steps.allotment(planned.interface.whole, planned.budget)
-                self._announcements.before_forward(run, allotted)
+                self._announcements.before_forward(run, allotted, self._memory)
             return run
 
     def backward_through_hooks(self, planned: PlannedGraph, args: list[Any]) -> Any:
@@ -332,7 +332,7 @@ class Coordinator:
         self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
-        self._announcements.begin_step(self._recorder, self._memory, first=self._plan is None, unseen_bytes=unseen_bytes)
+        self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)
         self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
         if any(owner is not self and owner.in_flight for owner, _ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
@@ -350,7 +350,7 @@ class Coordinator:
 
     def _new_recorder(self, *, watched: bool) -> None:
         self._recorder = StepRecorder(self._machine, watched=watched)
-        self._announcements.begin_step(self._recorder, None)
+        self._announcements.begin_step(self._recorder)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
         """The program that the plan of the step has for its next forward; None if there is none."""

@@ -66,7 +66,7 @@ class KnownStep:
         return Gradients(frozenset(existing), tuple(added), frozenset(cleared))
 
     def note_cleared(self, recorder: StepRecorder) -> int:
-        """Note which gradients a step of this kind set to None before its backward; the bytes that were expected to be."""
+        """Note which gradients a step set to None before its backward; return the bytes of expected ones that remained."""
         existing, cleared = recorder.existing, recorder.cleared
         if existing <= self.kept | (self.cleared & cleared):
             return 0  # as known, in nearly every step
@@ -126,7 +126,7 @@ class KnownStep:
 
     @property
     def ignored_bytes(self) -> int:
-        """Bytes that are no reason to plan it again: a script that keeps its losses has one scalar more in every step."""
+        """Bytes that are no reason to plan the step again: a script that keeps its losses has one scalar more in every step."""
         return 64 * self.scalar_bytes
 
     @property

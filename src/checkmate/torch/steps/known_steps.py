@@ -15,10 +15,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.graph.storages import (
-    current_bytes,
-    unique_bytes,
-)
+from checkmate.torch.graph.storages import current_bytes, unique_bytes
 from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
 from checkmate.torch.measure.resident import beyond_room
 from checkmate.torch.steps.accumulation import GradientSources

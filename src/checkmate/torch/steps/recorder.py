@@ -70,7 +70,7 @@ class Run:
     existing: frozenset[int] = frozenset()  # identities of leaves that had a gradient when the forward began
 
     def places(self, leaves: Set[int]) -> list[int]:
-        """The inputs that are some leaves, which are given by their identities."""
+        """Positions of the inputs that are among some leaves, which are given by identity."""
         return [k for k, leaf in self.leaves if id(leaf()) in leaves]
 
 
