@@ -97,6 +97,14 @@ class Exploration:
         # neither read nor kept still has a bit, because every plan computes every op.
         tracked = {o for o in range(ops) if once[o]} | {a for a, _ in before} | {c for op in graph.ops for c in op.clobbered_by}
         bit = {o: values + k for k, o in enumerate(sorted(tracked | set(sinks)))}
+        self.ended: Termination | None = None
+        if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
+            why = "the graph has views with a fixed place or ops with replay bytes, which the search over states does not model"
+            self.ended = Termination(Reason.NOT_FOUND, detail=why)
+            return
+        if values + len(bit) > 128:  # the number of states grows exponentially
+            self.ended = Termination(Reason.NOT_FOUND, detail=f"{values + len(bit)} bits of state are over 128")
+            return
         own = [[bit[o]] if o in bit else [] for o in range(ops)]
         self._moves = [
             _Move(
@@ -115,20 +123,12 @@ class Exploration:
         self._sizes = sorted(((x.size_bytes, 1 << v) for v, x in enumerate(graph.values) if x.size_bytes), reverse=True)
         self._room = folded.budget_bytes - graph.resident_bytes
         self._reached: dict[int, _Reached] = {}
-        self._queue: list[
-            tuple[int, int, int]
-        ] = []  # least cost of a plan through a state, the part still to come, and the state
+        # Least cost of a plan through a state, the part still to come, and the state.
+        self._queue: list[tuple[int, int, int]] = []
         self._expanded, self._least = 0, 0
         self._full = False
         self._limit: float = math.inf
-        self.ended: Termination | None = None
-        if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
-            why = "the graph has views with a fixed place or ops with replay bytes, which the search over states does not model"
-            self.ended = Termination(Reason.NOT_FOUND, detail=why)
-        elif values + len(bit) > 128:  # the number of states grows exponentially
-            self.ended = Termination(Reason.NOT_FOUND, detail=f"{values + len(bit)} bits of state are over 128")
-        else:
-            self._reach(0, 0, -1, -1)
+        self._reach(0, 0, -1, -1)
 
     def run(self, out_of_time: Callable[[], bool]) -> None:
         """Expand states until the search ends, the session is done, or it is out of time."""
