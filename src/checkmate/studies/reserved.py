@@ -134,13 +134,11 @@ class Request(NamedTuple):
         step: Step of the plan that makes the request.
         block: Number of the block that is allocated or freed.
         size_bytes: Bytes to allocate; 0 frees the block.
-        name: Name of the value or op, and the kind of memory.
     """
 
     step: int
     block: int
     size_bytes: int
-    name: str
 
 
 def requests(graph: Graph, plan: Plan) -> list[Request]:
@@ -154,24 +152,11 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
         >>> [(r.step, r.block, r.size_bytes) for r in requests(graph, Plan.from_order(graph, [0, 1]))]
         [(0, 0, 4), (1, 1, 2), (1, 0, 0)]
     """
-    blocks = [
-        (
-            lifetime.made_at,
-            lifetime.gone_at - 1,
-            graph.values[lifetime.value].size_bytes,
-            f"{graph.values[lifetime.value].name} [{lifetime.category}]",
-        )
-        for lifetime in storage_lifetimes(graph, plan)
-    ]
-    for replay in replays(graph, plan):
-        op = graph.ops[replay.op]
-        blocks.append((replay.first, replay.last, op.replay_bytes, f"{op.name} [replay]"))
-    for p, step in enumerate(plan.steps):
-        if isinstance(step, Compute) and graph.ops[step.op].workspace_bytes:
-            op = graph.ops[step.op]
-            blocks.append((p, p, op.workspace_bytes, f"{op.name} [workspace]"))
-    found = [Request(made, k, size, name) for k, (made, _, size, name) in enumerate(blocks) if size]
-    found += [Request(gone, k, 0, name) for k, (_, gone, size, name) in enumerate(blocks) if size and gone < len(plan.steps)]
+    blocks = [(life.made_at, life.gone_at - 1, graph.values[life.value].size_bytes) for life in storage_lifetimes(graph, plan)]
+    blocks += [(replay.first, replay.last, graph.ops[replay.op].replay_bytes) for replay in replays(graph, plan)]
+    blocks += [(p, p, graph.ops[step.op].workspace_bytes) for p, step in enumerate(plan.steps) if isinstance(step, Compute)]
+    found = [Request(made, k, size) for k, (made, _, size) in enumerate(blocks) if size]
+    found += [Request(gone, k, 0) for k, (_, gone, size) in enumerate(blocks) if size and gone < len(plan.steps)]
     return sorted(found, key=lambda r: (r.step, not r.size_bytes))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch.partitioners import default_partition, get_default_op_list
 from torch._guards import TracingContext
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.graph import _BoxedCodeGen
 
 from checkmate.torch._compat import replaced
@@ -92,11 +89,6 @@ def keep_undefined(outputs: Iterable[Any]) -> None:
             node = node.next_functions[0][0] if node.next_functions else None
         if hasattr(node, "set_materialize_grads"):
             node.set_materialize_grads(False)  # type: ignore[union-attr]
-
-
-def inductor_cache_folder() -> Path:
-    """Folder in which Inductor and AOTAutograd keep their files: ``TORCHINDUCTOR_CACHE_DIR``, else one of temporary files."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def aot_cache_disabled() -> AbstractContextManager[Any]:
