@@ -57,10 +57,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         data={**outcome, "report": str(report)},
         facts=[
             ("network", f"residual CNN with BatchNorm and dropout, {len(made.planned.graph.ops)} ops a step"),
-            (
-                "data",
-                f"scikit-learn's digits, {outcome['steps']} steps, trained twice in {outcome['elapsed_s']:.0f} s",
-            ),
+            ("data", f"scikit-learn's digits, {outcome['steps']} steps, trained twice in {outcome['elapsed_s']:.0f} s"),
             ("budget", f"{format_bytes(planned.budget_bytes)}, {share} of what keeping everything needs"),
         ],
         header=("<training", "planned", "measured", "overhead", "gap", "time", "accuracy"),

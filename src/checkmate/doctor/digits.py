@@ -28,7 +28,7 @@ class DigitsTraining:
 
 def network(width: int = 64, blocks: int = 5) -> nn.Module:
     """The network, with parameters initialized from a seed."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return residual_network(1, width, blocks)
 
@@ -73,7 +73,7 @@ def train(
             return made, float((mine(unseen[0]).argmax(1) == unseen[1]).float().mean())
 
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             keep_all, whole = finished("training with everything kept", budget="100%", solver=KeepAll())
             planned, accuracy = finished(f"training within a budget of {budget}", budget=budget)
     finally:
