@@ -207,7 +207,7 @@ def test_planning_under_a_budget_leaves_everything_as_it_was():
         ({"plan": "no-such.plan.json"}, OptionError, "no-such.plan.json"),
         ({"budget": "12 parsecs"}, UnitError, "parsecs"),
         ({"budget": "1KiB"}, InfeasibleBudgetError, "smallest"),
-        ({"loss": "no such loss"}, GraphError, "no such loss"),
+        ({"loss": "no such loss"}, OptionError, "no such loss"),
         ({"optimizer": "no such optimizer"}, OptionError, "no such optimizer"),
         ({"solver": "no-such-solver"}, OptionError, "no-such-solver"),
         ({"time_limit_s": 0}, OptionError, "time_limit_s"),

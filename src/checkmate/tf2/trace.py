@@ -76,6 +76,13 @@ class Compiled(keras.Model):
         super().__init__(name=model.name, dtype=model.dtype_policy)
         self.model: Any = model  # its own losses (regularisers) count
         self.output_names = getattr(model, "output_names", None)
+        try:
+            usable = any(keras.losses.get(each) for each in tf.nest.flatten(loss))
+        except (ValueError, TypeError):
+            usable = False
+        if not usable:
+            hint = "pass a keras.losses object, a function of labels and prediction, or a name such as 'mse'"
+            raise OptionError(f"loss={loss!r} is not a Keras loss", hint=hint)
         hint = "pass a keras.optimizers object, or a name such as 'adam'"
         if optimizer is None:
             raise OptionError("optimizer is None, and a step applies an optimizer", hint=hint)
