@@ -137,7 +137,7 @@ class Exploration:
             # A plan may have been found elsewhere since the last run: states at or above its cost are no longer wanted.
             if session.cost is not None:
                 self._limit = min(self._limit, session.cost - self._offset)
-            goal = self._expand(100)
+            goal = self._expand(100, out_of_time)
             # The estimate is consistent: states are expanded in the order of the least cost of a plan through them, and the
             # others cost no less than the last expanded one. States that were never stored cost the limit or more.
             session.prove(self._offset + float(min(self._least, self._limit)))
@@ -153,10 +153,10 @@ class Exploration:
             if session.done:
                 break
 
-    def _expand(self, most: int) -> int | None:
+    def _expand(self, most: int, out_of_time: Callable[[], bool]) -> int | None:
         """Expand some states in the order of their least cost; returns the goal's state once it is reached."""
         for _ in range(most):
-            if not self._queue or self._full:
+            if not self._queue or self._full or out_of_time():  # a state can take a tenth of a second
                 break
             key, _, state = heapq.heappop(self._queue)
             reached = self._reached[state]
@@ -174,6 +174,8 @@ class Exploration:
                 # it would add cost and change nothing.
                 if (move.reads | move.only_after) & ~state or move.never_after & state or not move.makes & ~state:
                     continue
+                if self._full:
+                    return None
                 droppable = [(size, bit) for size, bit in live if not move.reads & bit]
                 for rest in self._with_room(state, droppable, held + move.during - self._room):
                     self._reach(rest | move.makes, reached.cost + move.cost, state, move.op)
