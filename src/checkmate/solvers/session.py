@@ -145,7 +145,7 @@ class Session:
     def offer(self, order: Iterable[int]) -> bool:
         """Take the plan of an order if it keeps the budget and is the cheapest so far.
 
-        Computations whose outputs are not read are left out first (`orders.without_unread`).
+        Computations whose outputs are not read are left out first (`plan_of_needed`).
 
         Args:
             order: Ops in the order of their computations.
