@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fresh import digest, mib
+from models import Case, build
 
 CLOCK = 1.03
 """How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
@@ -105,6 +106,21 @@ def by_backend(case: Any, plan: Any = None) -> tuple[Callable[[], Any], Any]:
     with buffers_put_back(case.model):
         returned(program, case)
     return lambda: backward(lambda: returned(program, case)), found[0]
+
+
+_first = functools.cache(build)
+
+
+def with_shared_tensors(name: str) -> Case:
+    """A model whose parameters, buffers and batch are those of all others of its name.
+
+    A step leaves room for what the other steps of its process hold; the parameters of other models would be counted.
+    """
+    case, first = build(name), _first(name)
+    for of in ("parameters", "buffers"):
+        for mine, shared in zip(getattr(case.model, of)(), getattr(first.model, of)(), strict=True):
+            mine.data = shared.data
+    return Case(case.model, first.batch, case.blocks)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import steps
 from fresh import by_model, child, mib
-from models import Case, build
+from models import build
 from steps import CLOCK, Variant, beaten, observe, timed
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "layers_32", "llama_6", "llama_8")
@@ -158,7 +158,7 @@ def ours(name: str, budget_bytes: int | None, time_limit_s: float) -> Variant:
     """Ours within a budget."""
     import checkmate.torch
 
-    case = _with_shared_tensors(name)
+    case = steps.with_shared_tensors(name)
     began = time.process_time()
     step = checkmate.torch.compile(
         case.model, example=case.batch, budget=budget_bytes, time_limit_s=time_limit_s, compiler="inductor"
@@ -172,24 +172,6 @@ def ours(name: str, budget_bytes: int | None, time_limit_s: float) -> Variant:
     }
     label = "keep all" if budget_bytes is None else f"ours, {mib(budget_bytes - step.graph.resident_bytes)}"
     return Variant(label, "ours", functools.partial(_loss, step, case.batch), case.model, row)
-
-
-_first = functools.cache(build)
-
-
-def _with_shared_tensors(name: str) -> Case:
-    """A model whose parameters, buffers and batch are those of all others of ours.
-
-    A step leaves room for what the other steps of its process hold; the parameters of other models would be counted.
-    """
-    case, first = build(name), _first(name)
-    for mine, shared in zip(_tensors(case.model), _tensors(first.model), strict=True):
-        mine.data = shared.data
-    return Case(case.model, first.batch, case.blocks)
-
-
-def _tensors(model: Any) -> list[Any]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _loss(step: Any, batch: dict[str, Any]) -> Any:
