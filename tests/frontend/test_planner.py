@@ -15,6 +15,7 @@ from checkmate import (
     Free,
     Graph,
     InfeasibleBudgetError,
+    Limits,
     Plan,
     PlanError,
     Problem,
@@ -27,6 +28,7 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import (
     GivenPlan,
     Replanner,
+    cheapest,
     keep_everything,
     planner_for,
     result_of_order,
@@ -181,7 +183,7 @@ def test_a_search_has_what_others_have_left_of_the_time_limit(graph: Graph) -> N
     """One that comes too late has a moment."""
     solver = Watched()
     for spent_s in (3.0, 20.0):
-        planner_for(options(budget="9B", time_limit_s=8, solver=solver), spent_s)(graph)
+        cheapest(Problem(graph, 9), solver, Limits(time_s=8), spent_s)
     assert solver.limits_s == [5, 0.4]
 
 

@@ -44,14 +44,11 @@ Planner = Callable[[Graph], Result]
 """Returns a checked plan of a graph, or raises `InfeasibleBudgetError`, `PlanNotFoundError` or `PlanError`."""
 
 
-def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
-    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything.
-
-    ``spent_s``: seconds of the time limit that other searches have used.
-    """
+def planner_for(options: PlanningOptions) -> Planner:
+    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything."""
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
-    return keep_everything if options.budget is None else functools.partial(_cheapest_within, options, options.budget, spent_s)
+    return keep_everything if options.budget is None else functools.partial(_cheapest_within, options, options.budget)
 
 
 def keep_everything(graph: Graph) -> Result:
@@ -59,13 +56,13 @@ def keep_everything(graph: Graph) -> Result:
     return evaluate(graph, Plan.from_order(graph, range(len(graph.ops))))
 
 
-def _cheapest_within(options: PlanningOptions, budget: Budget, spent_s: float, graph: Graph) -> Result:
+def _cheapest_within(options: PlanningOptions, budget: Budget, graph: Graph) -> Result:
     """The cheapest plan found within a budget; here the budget becomes bytes, once per graph."""
     total = budget.with_total(resolved_budget(budget, graph, options.counted))
     problem, limits = Problem(graph, total, host=options.host), Limits(time_s=options.time_limit_s)
     if options.counted is None:
-        return cheapest(problem, options.solver, limits, spent_s)
-    return cheapest_counted(problem, options.counted, lambda p, more_s: cheapest(p, options.solver, limits, spent_s + more_s))
+        return cheapest(problem, options.solver, limits)
+    return cheapest_counted(problem, options.counted, lambda p, spent_s: cheapest(p, options.solver, limits, spent_s))
 
 
 def cheapest(problem: Problem, solver: Solver | None, limits: Limits, spent_s: float = 0.0) -> Result:
