@@ -4,7 +4,7 @@ In the paper an op has one output, and R, S, FREE and U are matrices of stage an
 which a stage frees a value, needs linearised products of R; U sums the bytes. Here S is of stage and value, and L below replaces
 FREE and U: a value is held at a place of a stage if it is read later in the stage or carried to the next. L is the least that
 satisfies this, with one column for each reader, and the bytes follow by differences from place to place.
-That gives the same plans and a tighter relaxation.
+The plans are the same, and the relaxation is tighter.
 """
 
 from __future__ import annotations

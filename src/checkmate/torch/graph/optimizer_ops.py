@@ -168,7 +168,7 @@ def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, whi
 def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
     """Whether the update of a parameter is known not to depend on other parameters.
 
-    That holds for the optimizers of torch that prepare each parameter by ``_init_group``. A subclass may override ``step``.
+    Optimizers of torch with a method ``_init_group`` prepare each parameter by it. A subclass may override ``step``.
     """
     kind = type(optimizer)
     return getattr(optim, kind.__name__, None) is kind and hasattr(kind, "_init_group")
