@@ -116,6 +116,55 @@ def test_other_shapes_are_refused(planned, arguments):
         planned(weights, state, x[:3])
 
 
+def scaled(w, x, rate):
+    loss, gradient = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+    return w - rate * gradient, loss
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("rate", "other"), [(0.1, 10.0), (0.1, jnp.float32(10.0)), (jnp.float32(0.1), 10.0), (1, 3), (False, True)]
+)
+def test_numbers_are_arguments_as_they_are_for_jit(rate, other, dtype):
+    """Another number gives what `jax.jit` gives, to the type of the results; if the types would differ, an error says so."""
+    w, x = jnp.eye(8, dtype=dtype) / 3, jnp.ones((4, 8), dtype)
+    planned = cj.plan(scaled, w, x, rate, costs="estimated")
+    expected = jax.jit(scaled)(w, x, other)
+    if expected[0].dtype != jax.eval_shape(scaled, w, x, rate)[0].dtype:
+        with pytest.raises(checkmate.OptionError, match="Python number in place of an array"):
+            planned(w, x, other)
+        return
+    for run in (planned, jax.jit(planned)):
+        found = run(w, x, other)
+        assert [a.dtype for a in found] == [a.dtype for a in expected]
+        assert difference([a.astype(jnp.float32) for a in found], [a.astype(jnp.float32) for a in expected]) < 1e-2
+
+
+@pytest.mark.parametrize("count", [lambda n: n + 1, lambda n: jnp.int32(n) + 1], ids=["weak", "strong"])
+def test_a_counter_that_begins_as_a_python_number_counts(count):
+    """The state of a step may begin with a Python number, and be an array ever after."""
+    planned = cj.plan(lambda x, n: (2 * x, count(n)), jnp.ones(3), 0, budget="100%", costs="estimated")
+    state = (jnp.ones(3), 0)
+    for _ in range(5):
+        state = planned(*state)
+    assert int(state[1]) == 5
+
+
+def test_other_constants_are_refused():
+    """A string or a function is a part of the plan."""
+    planned = cj.plan(lambda x, name: jnp.tanh(x) if name == "tanh" else x, jnp.ones(3), "tanh", budget="100%", costs="estimated")
+    assert float(planned(jnp.ones(3), "tanh")[0]) < 1
+    with pytest.raises(checkmate.OptionError, match="planned for the argument 'tanh', and is called with 'none'"):
+        planned(jnp.ones(3), "none")
+
+
+def test_a_number_that_decides_the_program_is_named():
+    """As for `jax.jit`, the number has to be bound."""
+    with pytest.raises(checkmate.GraphError, match="needs the value of an argument") as refused:
+        cj.plan(lambda x, train: 2 * x if train else x, jnp.ones(3), True, budget="100%", costs="estimated")
+    assert "functools.partial" in refused.value.hint
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"budget": "8 Gigs"}, "unknown unit"), ({"donate_argnums": 7}, "names an argument that is not there")],

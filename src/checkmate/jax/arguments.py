@@ -1,4 +1,7 @@
-"""Arguments of a user's function: arrays are traced, modules of Flax NNX can change in place, other arguments are constant."""
+"""Arguments of a user's function: arrays are traced, modules of Flax NNX can change in place, other arguments are constant.
+
+For a whole step Python numbers are arrays too, as they are for `jax.jit`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkmate.core.errors import GraphError
@@ -17,20 +21,22 @@ _HOLE = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """The arguments of one call. Only arrays are traced; Python numbers, functions, strings and the like stay as they are."""
+    """The arguments of one call. Only arrays are traced; functions, strings and the like stay as they are."""
 
     arrays: tuple[Any, ...]  # arrays, tracers or `jax.ShapeDtypeStruct` among the leaves, in order
     rest: tuple[Any, ...]  # the leaves, with a hole for each array
     tree: Any  # the nest of positional and keyword arguments
 
     @classmethod
-    def of(cls, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call.
+    def of(cls, positional: Sequence[Any], keywords: Mapping[str, Any], *, trace_numbers: bool = False) -> Arguments:
+        """The arguments of a call. If `trace_numbers`, each Python number is an array of JAX's weak type.
 
         Raises:
             GraphError: An array has a dimension of unknown size.
         """
         leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)))
+        if trace_numbers:
+            leaves = [jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf for leaf in leaves]
         arrays = tuple(leaf for leaf in leaves if is_array(leaf))
         for array in arrays:
             if not all(isinstance(size, int) for size in array.shape):
@@ -39,6 +45,16 @@ class Arguments:
                     hint="plan for one size: pass arrays, or jax.ShapeDtypeStruct with numbers only",
                 )
         return cls(arrays, tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves), tree)
+
+    @property
+    def types(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and type of each array."""
+        return [(array.shape, array.dtype) for array in self.arrays]
+
+    @property
+    def weak(self) -> tuple[bool, ...]:
+        """Whether each array has JAX's weak type, which yields to the types of other operands."""
+        return tuple(getattr(array, "weak_type", False) for array in self.arrays)
 
     def called_with(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with other arrays."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
+import jax
+
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
@@ -20,8 +22,10 @@ from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.graph.capture import Capture, capture_trace
-from checkmate.jax.graph.trace import trace_flat
+from checkmate.jax.graph.trace import Trace, trace_flat
 from checkmate.jax.profiler import cost_source
+
+_ANOTHER = "plan another step for these arguments with checkmate.jax.plan"
 
 
 class PlannedStep(Figures):
@@ -31,12 +35,9 @@ class PlannedStep(Figures):
         self, step: Callable[..., Any], arguments: Arguments, flat: FlatFunction, planned: Planned, program: PlannedProgram
     ) -> None:
         self._arguments, self._flat, self._planned, self._program = arguments, flat, planned, program
+        self._step = step
+        self._weak = {arguments.weak}  # combinations of weak types for which the step computes the same
         functools.update_wrapper(self, step)
-
-    @property
-    def planned_temp_bytes(self) -> int:
-        """Bytes of temporary values by the plan."""
-        return self.result.peak_bytes - self.graph.resident_bytes
 
     @property
     def peak_bytes(self) -> int | None:
@@ -47,20 +48,27 @@ class PlannedStep(Figures):
         """Run the step by its plan.
 
         Args:
-            positional: Arguments of the shapes and types that were planned.
+            positional: Arguments of the shapes and types that were planned. As in `jax.jit`, Python numbers are arrays.
             keywords: The same.
 
         Raises:
-            OptionError: An argument has another structure, shape or type.
+            OptionError: An argument has another structure, shape or type, or another value if it is neither array nor number.
         """
-        arguments = Arguments.of(positional, keywords)
-        planned = self._arguments
-        if arguments.tree != planned.tree or _types(arguments.arrays) != _types(planned.arrays):
-            raise OptionError(
-                "the step was planned for arguments of another structure, shape or type",
-                hint="plan another step for these arguments with checkmate.jax.plan",
-            )
-        return self._flat.results(self._program(arguments.arrays))
+        arguments, planned = Arguments.of(positional, keywords, trace_numbers=True), self._arguments
+        if arguments.tree != planned.tree or arguments.types != planned.types:
+            raise OptionError("the step was planned for arguments of another structure, shape or type", hint=_ANOTHER)
+        pairs = zip(planned.rest, arguments.rest, strict=True)
+        for mine, theirs in ((mine, theirs) for mine, theirs in pairs if mine is not theirs and mine != theirs):
+            raise OptionError(f"the step was planned for the argument {mine!r}, and is called with {theirs!r}", hint=_ANOTHER)
+        if arguments.weak not in self._weak:
+            if _computed_types(self._step, arguments) != _computed_types(self._step, planned):
+                raise OptionError("the step was planned with a Python number in place of an array, or the reverse", hint=_ANOTHER)
+            self._weak.add(arguments.weak)
+        results = self._program(arguments.arrays)
+        if len(arguments.arrays) > len(Arguments.of(positional, keywords).arrays) and not any(map(is_tracer, results)):
+            # Outside of jax.jit the step returns a Python number for a Python number, such as the next value of a counter.
+            results = [r.item() if r.aval.weak_type and not r.shape else r for r in results]
+        return self._flat.results(results)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
@@ -81,7 +89,8 @@ def plan(
 
     Args:
         step: A function of arrays and nests of arrays, like loss, gradients and an Optax update.
-        specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place.
+        specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place. Python numbers are traced, as in `jax.jit`.
+            Strings, functions and the like are constants of the plan.
         budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share
             like ``"70%"``: the fixed bytes plus 70 % of the further bytes that keeping everything needs. None keeps
             everything.
@@ -165,7 +174,7 @@ def _captured(
         )
     source = cost_source(costs)
     with progress.shown("tracing the step"):
-        arguments = Arguments.of(specs, {})
+        arguments = Arguments.of(specs, {}, trace_numbers=True)
         flat = FlatFunction(step, arguments)
         if any(map(is_tracer, arguments.arrays)):
             raise GraphError(
@@ -173,8 +182,10 @@ def _captured(
                 hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; "
                 "inside a transformation use checkmate.jax.remat",
             )
-        trace = trace_flat(flat, *arguments.arrays)
-        ends = list(itertools.accumulate((len(Arguments.of((spec,), {}).arrays) for spec in specs), initial=0))
+        trace = _traced(flat, arguments)
+        ends = list(
+            itertools.accumulate((len(Arguments.of((spec,), {}, trace_numbers=True).arrays) for spec in specs), initial=0)
+        )
         positions = tuple(p for number in donated for p in range(ends[number], ends[number + 1]))
         # A result reuses a donated buffer of the same shape and type.
         results = [trace.types[v] for v in trace.results if isinstance(v, int)]
@@ -182,6 +193,26 @@ def _captured(
         donated_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reused.elements())
         name = getattr(step, "__name__", "step")
         return arguments, flat, capture_trace(trace, source, name, donated_bytes=donated_bytes), positions
+
+
+def _traced(flat: FlatFunction, arguments: Arguments) -> Trace:
+    try:
+        return trace_flat(flat, *arguments.arrays)
+    except jax.errors.ConcretizationTypeError as error:
+        raise GraphError(
+            f"the step needs the value of an argument while it is traced: {str(error).splitlines()[0]}",
+            hint="pass functools.partial(step, train=True) as the step if this number decides the program",
+        ) from error
+
+
+def _computed_types(step: Callable[..., Any], arguments: Arguments) -> Counter[Any]:
+    """The primitives of a step's equations, with the types of their results; conversions to the same type are left out."""
+    found = Counter[Any]()
+    for equation in trace_flat(FlatFunction(step, arguments), *arguments.arrays).equations:
+        made = [(v.aval.shape, v.aval.dtype) for v in equation.eqn.outvars]
+        if equation.kind != "convert_element_type" or made[0][1] != equation.eqn.invars[0].aval.dtype:
+            found[equation.kind, tuple(made)] += 1
+    return found
 
 
 def _types(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
