@@ -314,3 +314,22 @@ def test_undone_fences_are_told_once_and_not_to_who_asks_for_the_options(caplog,
     jax.eval_shape(jax.grad(unverified(mlp_loss, budget="60%")), weights, x)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.count("compiler_options=checkmate.jax.compiler_options()") for text in warnings] == [1]
+
+
+def test_a_refusal_names_the_loop_whose_body_is_not_planned():
+    """A model of stacked layers is one scan: its refusal names the functions that plan the body, and other refusals do not."""
+
+    def loss(weights, x):
+        return (jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w), None), x, weights)[0] ** 2).mean()
+
+    def unrolled(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(jnp.tanh(x @ w) @ w)
+        return (x**2).mean()
+
+    weights, x = jnp.ones((6, 16, 16)) / 16, jnp.ones((64, 16))
+    for function, named in ((loss, True), (unrolled, False)):
+        with pytest.raises(checkmate.InfeasibleBudgetError) as refused:
+            jax.grad(cj.remat(function, budget="5%", costs="estimated", time_limit_s=1))(weights, x)
+        assert ("checkmate.jax.scan" in refused.value.hint) == ("test_remat.py" in refused.value.hint) == named
+        assert "raise the budget" in refused.value.hint

@@ -135,15 +135,29 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     Raises:
         InfeasibleBudgetError: No compiled plan keeps the budget.
     """
-    if options.plan is not None or options.budget is None or not compilation.verify:
-        result = planner_for(options)(compilation.capture.graph)
-        budget = None if options.budget is None else result.budget_bytes
-    else:
-        result, budget = _calibrated(compilation, options, options.budget)
+    graph = compilation.capture.graph
+    try:
+        if options.plan is not None or options.budget is None or not compilation.verify:
+            result = planner_for(options)(graph)
+            budget = None if options.budget is None else result.budget_bytes
+        else:
+            result, budget = _calibrated(compilation, options, options.budget)
+    except InfeasibleBudgetError as error:
+        raise _naming_the_loop(error, graph) from None
     if result.overhead > 1:
         _warn_of_undone_fences()
     needed = compilation.temp_bytes(result) if compilation.verify else None
     return Planned(compilation.capture, result, budget, needed)
+
+
+def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
+    """The refusal, with a way to plan the body of a loop over layers if this loop needs more bytes than any other op."""
+    needs = [op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs}) for op in graph.ops]
+    largest = graph.ops[needs.index(max(needs))]
+    if largest.kind != "scan":
+        return error
+    way = f"run the loop at {largest.source or largest.name}, whose body is one op here, by checkmate.jax.scan"
+    return error.with_hint(f"{way}, or give jax.checkpoint the policy that checkmate.jax.policy finds; or {error.hint}")
 
 
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Result, int]:
