@@ -105,6 +105,31 @@ def test_shared_layers():
     assert differing(planned, plain) == 0
 
 
+class Finite(layers.Layer):
+    """Rows without a NaN: how many is known at run time only, and gradients are views whose shapes the step computes."""
+
+    def call(self, x):
+        rows = tf.gather_nd(x, tf.where(tf.math.is_finite(tf.reduce_sum(x, -1))))
+        return tf.ensure_shape(tf.squeeze(tf.nn.gelu(tf.expand_dims(rows, 1)), 1), x.shape)
+
+
+def of_open_size() -> keras.Model:
+    x = inputs = keras.Input((64,), batch_size=256)
+    for _ in range(3):
+        x = Finite()(layers.Dense(64)(x))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+
+
+def test_shapes_that_the_step_computes():
+    """A view that reads a computed shape waits for the op that computes it: the op has a reader, in whatever order ops run."""
+    graph = checkmate.tf2.capture(of_open_size(), "sparse_categorical_crossentropy", "sgd", ROWS, LABELS)
+    shapes = [op for op in graph.ops if op.kind == "Shape"]
+    assert shapes
+    assert all(graph.readers[v] for op in shapes for v in op.outputs)
+    planned, plain = planned_and_plain(of_open_size, OPTIMIZERS["sgd"], ROWS, LABELS)
+    assert differing(planned, plain) == 0
+
+
 def recurrent() -> keras.Model:
     x = inputs = keras.Input((8, 8))
     x = layers.Dropout(0.2)(layers.Dense(16, activation="tanh")(x))
