@@ -191,12 +191,19 @@ class Penalised(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def test_a_train_step_of_the_model_is_planned():
-    """What `fit` runs is the model's `train_step`, and that is what is traced."""
+class Decorated(Penalised):
+    """Many programs decorate it, although `fit` compiles it anyway."""
+
+    train_step = tf.function(Penalised.train_step)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(Penalised, marks=pytest.mark.slow), Decorated])
+def test_a_train_step_of_the_model_is_planned(kind):
+    """What `fit` runs is the model's `train_step`, and that is what is traced, op by op."""
 
     def make() -> keras.Model:
         inner = cnn()
-        model = Penalised(inner.input, inner.output)
+        model = kind(inner.input, inner.output)
         compiled(model)
         return model
 

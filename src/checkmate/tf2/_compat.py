@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.autograph.impl.api import ConversionError
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
 
@@ -106,6 +107,17 @@ def _types_as_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_types_as_numbers(part) for part in value]
     return value.as_datatype_enum if isinstance(value, tf.DType) else value
+
+
+def decorated_code(function: Any) -> Callable[..., Any] | None:
+    """The code of a function that `tf.function` decorates, for another trace; None for other functions, or if XLA compiles it."""
+    code = getattr(function, "python_function", None)
+    if code is None or function._jit_compile:
+        return None
+    try:
+        return tf.autograph.to_graph(code)
+    except ConversionError:  # its source is not known: it has no Python control flow over tensors, or could not run before
+        return code
 
 
 def memory_limit_bytes(device: str) -> int | None:

@@ -31,7 +31,7 @@ from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, measure_peak, moving_batches, restored
 from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
-from checkmate.tf2.trace import Trace, trace_step
+from checkmate.tf2.trace import Trace, trace_step, train_step
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -284,7 +284,7 @@ class PlannedTrainFunction:
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         self._model = model
-        self.steps = PlannedSteps(lambda specs: trace_step(model, model.train_step, specs), options, model.name)
+        self.steps = PlannedSteps(lambda specs: trace_step(model, train_step(model), specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
         """Run the steps between two calls of the callbacks (``steps_per_execution``), or fewer if the batches end.
@@ -324,4 +324,4 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
     specs, flat = _batch(data)
-    return capture_with_costs(lambda: trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph
+    return capture_with_costs(lambda: trace_step(model, train_step(model), [specs]), costs, model.name, flat).graph

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
+from checkmate.tf2._compat import decorated_code
 
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
@@ -192,6 +195,14 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(marks.parts), tuple(function.graph.variables))
+
+
+def train_step(model: keras.Model) -> Callable[..., Any]:
+    """The step that `model.fit` runs. If `tf.function` decorates it, its code: a call would be one op of the plan."""
+    code = decorated_code(inspect.getattr_static(model, "train_step"))
+    if code is None:
+        return model.train_step
+    return code if "train_step" in vars(model) else functools.partial(code, model)
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
