@@ -252,6 +252,58 @@ def test_shard_map(checked):
     assert difference(averaged(mlp_loss)(weights, x), averaged(loss)(weights, x)) < ROUNDING
 
 
+def normalized_loss(weights, x):
+    """BatchNorm over a data-parallel axis, inside a loop too."""
+    for w in weights:
+        x = x @ w
+        mean = jax.lax.pmean(x.mean(0), "data")
+        x = jnp.tanh((x - mean) * jax.lax.rsqrt(jax.lax.pmean((x**2).mean(0), "data") - mean**2 + 1e-3))
+    x, _ = jax.lax.scan(lambda x, _: (x + jax.lax.pmean(x.mean(), "data"), None), x, None, length=2)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_functions_with_collectives_keep_the_budget(devices, checked):
+    """A plan is compiled for a device of the mesh around it, and the caller's program has the bytes of that compilation."""
+    weights, x = mlp(layers=6, width=64, batch=1024)
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def step(f):
+        def on_device(weights, x):
+            return jax.lax.pmean(jax.value_and_grad(f)(weights, x), "data")
+
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=checked)
+        return jax.jit(mapped, compiler_options=cj.compiler_options())
+
+    loss = remat(normalized_loss, budget="60%", costs="estimated", time_limit_s=2)
+    compiled = step(loss).lower(weights, x).compile()
+    assert loss.result.overhead > 1
+    assert loss.graph.resident_bytes + loss.temp_bytes <= loss.budget_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes == pytest.approx(loss.temp_bytes, rel=0.02)
+    assert difference(compiled(weights, x), step(normalized_loss)(weights, x)) < 1e-4
+
+
+@pytest.mark.parametrize(("gathers", "verified"), [(False, True), (True, False)])
+def test_collectives_over_examples(gathers, verified, caplog):
+    """An axis of `jax.vmap` needs no devices, except to compile a collective that makes an array of all examples."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+            x = x - (jax.lax.all_gather(x, "data").mean(0) if gathers else jax.lax.pmean(x, "data"))
+        return (x**2).sum()
+
+    weights, _ = mlp(layers=3, width=16, batch=4)
+    x = jnp.ones((8, 4, 16))
+    planned = remat(loss, budget="100%", costs="estimated", time_limit_s=1)
+    gradient = jax.vmap(jax.grad(planned), in_axes=(None, 0), axis_name="data")(weights, x)
+    expected = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="data")(weights, x)
+    assert difference(gradient, expected) < ROUNDING
+    assert (planned.temp_bytes is not None) == verified == ("is not compiled" not in caplog.text)
+
+
 def test_sharded_arrays_under_jit():
     """Data parallelism that XLA arranges."""
     weights, x = network()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,18 @@ def is_tracer(value: Any) -> bool:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Names of the axes of `jax.shard_map` along which a value differs; none outside `jax.shard_map`."""
-    kind = jax.typeof(value)
+    """Names of the axes of `jax.shard_map` along which a value, or a value of a type, differs; none outside `jax.shard_map`."""
+    kind = value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)  # pyright: ignore[reportAttributeAccessIssue]
     manual = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
 
 
-def as_varying(value: jax.Array, like: jax.Array) -> jax.Array:
-    """A value, marked as varying along the same axes of `jax.shard_map` as another value."""
-    axes = tuple(varying_axes(like) - varying_axes(value))
-    if not axes:
+def as_varying(value: jax.Array, axes: Collection[str]) -> jax.Array:
+    """A value, marked as varying along axes of `jax.shard_map`."""
+    more = tuple(axis for axis in axes if axis not in varying_axes(value))
+    if not more:
         return value
-    return jax.lax.pcast(value, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(value, axes)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.lax.pcast(value, more, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(value, more)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError
@@ -28,6 +31,7 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
+from checkmate.jax._compat import as_varying, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.profiler import environment, signature
@@ -91,11 +95,14 @@ class Figures:
 class Compilation:
     """Compiles each plan of one capture once, and stores the bytes for later processes.
 
-    It compiles nothing if plans are not to be verified.
+    It compiles nothing if plans are not to be verified. A function with collectives is compiled for one device of a mesh with
+    axes of the given sizes.
     """
 
-    def __init__(self, capture: Capture, donated: Sequence[int] = (), *, exact: bool, verify: bool) -> None:
-        self.capture, self.donated, self.exact, self.verify = capture, donated, exact, verify
+    def __init__(
+        self, capture: Capture, donated: Sequence[int] = (), *, exact: bool, verify: bool, axes: Mapping[str, int] | None = None
+    ) -> None:
+        self.capture, self.donated, self.exact, self.verify, self.axes = capture, donated, exact, verify, dict(axes or {})
 
     @functools.cached_property
     def key(self) -> str:
@@ -104,7 +111,7 @@ class Compilation:
             return self.capture.graph.digest
         program = "\n".join(signature(chain) for chain in self.capture.members if chain)
         graph, exact = self.capture.graph.digest, " exact" * self.exact
-        settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact}"
+        settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact} {self.axes or ''}"
         return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()
 
     @functools.cached_property
@@ -116,11 +123,37 @@ class Compilation:
         """Bytes of temporary values of a plan."""
         order = result.plan.order
         if order not in self.known:
-            program = PlannedProgram(self.capture, result.plan, exact=self.exact)
             with progress.shown("compiling a plan"):
-                self.known[order] = temp_bytes(lambda *arguments: program(arguments), specs_of(self.capture), self.donated)
+                self.known[order] = self._compiled(PlannedProgram(self.capture, result.plan, exact=self.exact))
             PlanStore(self.key).add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
         return self.known[order]
+
+    def _compiled(self, program: PlannedProgram) -> int:
+        specs = specs_of(self.capture)
+        if not self.axes:
+            return temp_bytes(lambda *arguments: program(arguments), specs, self.donated)
+        # A separate thread is outside of the transformations around this call, which have these axes already.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(temp_bytes, _on_mesh(program, self.axes), specs, self.donated).result()
+
+
+def _on_mesh(program: PlannedProgram, axes: Mapping[str, int]) -> Callable[..., Any]:
+    """A program with collectives as a function of the arrays of one device, each of which has its own.
+
+    The results of all devices are stacked, because a result need not be the same on each.
+    """
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
+    trace = program.capture.trace
+    varying = [varying_axes(trace.types[v]) for v in trace.arguments]
+    checked = any(map(varying_axes, trace.types))
+
+    def on_device(*arguments: Any) -> list[Any]:
+        given = [as_varying(a, names) for a, names in zip(arguments, varying, strict=True)]
+        return [jnp.reshape(r, r.shape or (1,)) for r in program(given)]
+
+    spread = jax.sharding.PartitionSpec(tuple(axes))
+    mesh = jax.sharding.Mesh(devices, tuple(axes))
+    return jax.shard_map(on_device, mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=spread, check_vma=checked)
 
 
 def specs_of(capture: Capture) -> list[jax.ShapeDtypeStruct]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -18,7 +19,7 @@ from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
-from checkmate.jax.graph.capture import COLLECTIVES, capture_trace
+from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
 from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
 from checkmate.jax.profiler import cost_source
 
@@ -92,14 +93,12 @@ class PlannedFunction(Figures):
     def _program(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
         trace, boundary = trace_pair(pure, values, wanted)
         captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
-        collectives = sorted({e.kind for e in trace.equations if e.kind in COLLECTIVES})
-        compilation = Compilation(captured, exact=self._exact, verify=self._verify and not collectives)
+        axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
+        compilation = Compilation(captured, exact=self._exact, verify=self._verify and axes is not None, axes=axes)
         key = compilation.key
         if key not in self._by_key:
-            if self._verify and collectives:
-                _log.warning(
-                    "the function has collectives (%s): it is planned, and the plan is not compiled alone", ", ".join(collectives)
-                )
+            if self._verify and axes is None:
+                _log.warning("the function has collectives over more devices than this process has: its plan is not compiled")
             self._by_key[key] = planned_within(compilation, self._options)
         self._planned = self._by_key[key]
         # The trace must be of this call, because its constants and tracers differ from those of earlier calls.
@@ -158,6 +157,18 @@ def remat(
     if planning.budget is None and planning.plan is None and not exact:
         return function
     return PlannedFunction(function, planning, costs, verify, exact)
+
+
+def _sizes(collectives: Mapping[str, set[str]]) -> dict[str, int] | None:
+    """The sizes of the axes to compile collectives for, each as it is here; None if there are not enough devices.
+
+    The examples of `jax.vmap` need no devices: if no collective changes shapes, axes of one device have the bytes of each.
+    """
+    sizes = {axis: int(jax.lax.axis_size(axis)) for axis in sorted(collectives)}
+    if math.prod(sizes.values()) <= len(jax.devices()):
+        return sizes
+    same_shapes = all(kinds <= KEEP_SHAPES for kinds in collectives.values())
+    return dict.fromkeys(sizes, 1) if same_shapes else None
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,10 @@ REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or",
 FUSED = POINTWISE | MOVES | BROADCASTS
 """Primitives that XLA fuses into the loops that read them: an output that one loop reads is never stored."""
 
-COLLECTIVES = frozenset(
-    {"all_gather", "all_gather_invariant", "all_to_all", "axis_index", "pbroadcast", "pcast", "pmax", "pmin", "ppermute"}
-    | {"psum", "psum2", "psum_invariant", "psum_scatter", "pvary", "reduce_scatter"}
-)
+KEEP_SHAPES = frozenset({"axis_index", "pbroadcast", "pcast", "pmax", "pmin", "psum", "psum2", "psum_invariant", "pvary"})
+"""Collectives that do not depend on the number of devices, but for their values."""
+
+COLLECTIVES = KEEP_SHAPES | {"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "psum_scatter", "reduce_scatter"}
 """Primitives that need a named axis around them."""
 
 
@@ -59,6 +59,21 @@ def _bodies(eqn: Any) -> Iterator[Any]:
         for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 yield opened(item)[0]
+
+
+def collectives_of(eqns: Iterable[Any]) -> dict[str, set[str]]:
+    """The axes that must be named around some equations and their bodies, each with the primitives that need it."""
+    found: dict[str, set[str]] = {}
+    for eqn in eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            for axis in (axes,) if isinstance(axes, str) else axes:
+                found.setdefault(axis, set()).add(eqn.primitive.name)
+        elif eqn.primitive.name != "shard_map":  # it names the axes inside
+            for body in _bodies(eqn):
+                for axis, kinds in collectives_of(body.eqns).items():
+                    found.setdefault(axis, set()).update(kinds)
+    return found
 
 
 def workspace_bytes(eqn: Any) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from checkmate.jax._compat import as_varying, traced_as
+from checkmate.jax._compat import as_varying, traced_as, varying_axes
 from checkmate.jax.apply_plan import each_alone
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.graph.trace import Pure, Source, Trace, derivative, flattened, is_inexact, result
@@ -270,7 +270,7 @@ def _numbers(layers: range) -> jax.Array:
 
 
 def _zeros(array: jax.Array) -> jax.Array | None:
-    return as_varying(jnp.zeros_like(array), array) if is_inexact(array) else None
+    return as_varying(jnp.zeros_like(array), varying_axes(array)) if is_inexact(array) else None
 
 
 def _mapped(change: Callable[[Any], Any], xs: Any) -> Any:
