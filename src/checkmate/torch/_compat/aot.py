@@ -72,6 +72,11 @@ def is_tangent(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def in_backward(node: torch.fx.Node) -> bool:
+    """Whether autograd made a node; before PyTorch 2.13 nodes of a whole step tell only the call in the traced program."""
+    return "autograd_backward" in node.meta or (node.meta.get("source_fn_stack") or [(None,)])[-1][-1] is torch.autograd.grad
+
+
 def saved_symbols(forward: torch.fx.GraphModule, num_outputs: int) -> int:
     """Number of symbolic sizes that a forward module returns last, for its backward, which reads them first."""
     saved = list(forward.graph.output_node().args[0])[num_outputs:]  # type: ignore[arg-type]

@@ -77,9 +77,8 @@ class Updates:
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
         group = self.group(which)
-        shadow = copy.copy(self.optimizer)
         dummy = torch.nn.Parameter(parameter)
-        shadow.state = defaultdict(dict)
+        shadow = type(self.optimizer)([dummy])  # Adagrad of PyTorch 2.11 has no state but the one that it is constructed with
         shadow.param_groups = [{**group, "params": [dummy]}]
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.torch._compat.aot import in_backward
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]\.?")
 _CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # Dynamo's path to a module that it found in a closure
@@ -49,7 +51,7 @@ def common_place(places: Sequence[str]) -> str:
 
 def _module(node: fx.Node) -> str:
     stacks = [_stack(node)]
-    if node.meta.get("autograd_backward"):  # no metadata names its forward op; take a module from its inputs
+    if in_backward(node):  # no metadata names its forward op; take a module from its inputs
         stacks += [_stack(read) for read in node.all_input_nodes]
     stack = next(filter(None, stacks), None)
     if not stack:

@@ -241,15 +241,17 @@ class _UpdateWriter:
         made = leaves(node.meta.get("val"))
         # An update computes numbers from its step. They are rounded to the parameter's type, as in torch's kernels, and stored: a
         # loop over a large tensor would compute them with vector instructions, to other bits from loop to loop.
-        for read in new.all_input_nodes:
+        for read in new.all_input_nodes if made and made[0].ndim else ():
             value = read.meta["val"]
-            if made and made[0].ndim and not value.ndim and value.dtype != made[0].dtype and read.op == "call_function":
+            if value.ndim or read.op != "call_function":
+                continue
+            if value.is_floating_point() and value.dtype != made[0].dtype:  # a predicate, for one, stays
                 with self._graph.inserting_before(new):
                     rounded = self._graph.call_function(_CONVERT, (read, made[0].dtype))
                 rounded.meta["val"] = retraced(rounded, self._mode)
                 rounded.meta[_REALIZE] = True
                 new.replace_input_with(read, rounded)
-            elif made and made[0].ndim and not value.ndim and read.op == "call_function":
+            else:
                 read.meta[_REALIZE] = True
         new.meta = {"val": retraced(new, self._mode)}
         return new

@@ -16,7 +16,7 @@ from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
-from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.aot import in_backward, is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.op_properties import (
     DESCRIPTION,
@@ -247,10 +247,10 @@ class _Builder:
                 continue
             tag = str(node.meta.get("partitioner_tag", ""))
             if self.whole:
-                in_backward = bool(node.meta.get("autograd_backward")) or node.target is UPDATE
+                later = in_backward(node) or node.target is UPDATE
             else:
-                in_backward = "backward" in tag or any(i in backward for i in node.all_input_nodes)
-            if in_backward:
+                later = "backward" in tag or any(i in backward for i in node.all_input_nodes)
+            if later:
                 backward.add(node)
             source = node.args[0] if node.target is operator.getitem else None
             if source in self.op_nodes:
