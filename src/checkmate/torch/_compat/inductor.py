@@ -18,6 +18,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering, SubgraphLowering
@@ -94,12 +95,11 @@ def _recompute_and_order(node: SchedulerNode, *args: Any, **kwargs: Any) -> None
 
     PyTorch 2.11 to 2.13 lose that dependency (https://github.com/pytorch/pytorch/issues/185509). In a ResNet-50 whose first ReLU
     is computed again, the gradient of the pooling before it was read before it was scattered into its zeros: the gradients of the
-    first convolution were zero.
+    first convolution were zero. PyTorch 2.11 also loses what the loop has to wait for: the readers of what it overwrites.
     """
+    waits_for = OrderedSet(read for read in node.read_writes.reads if isinstance(read, (StarDep, WeakDep)))
     _recompute_size_and_body(node, *args, **kwargs)
-    renames = getattr(node, "mutation_renames", None)
-    if renames:
-        node.set_read_writes(node.read_writes.rename(renames))
+    node.set_read_writes(node.read_writes.with_read(waits_for).rename(getattr(node, "mutation_renames", {})))
 
 
 _decide_inplace_update = SchedulerNode.decide_inplace_update

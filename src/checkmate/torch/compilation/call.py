@@ -44,10 +44,10 @@ _FROZEN = "a parameter that the step updates does not require a gradient any mor
 _AGAIN = "call checkmate.torch.compile again, with an optimizer of [p for p in model.parameters() if p.requires_grad]"
 _BACKWARD = "model or loss call backward() or torch.autograd.grad themselves, and the step does the backward"
 _KNOWN: tuple[tuple[str, type[CheckmateError], str, str], ...] = (
-    (r"at least two devices, (\S+) and ([^\s!]+)", OptionError, _TWO_DEVICES, _ONE_DEVICE),
+    (r"(?:at least|found) two (?:different )?devices,? (\S+?),? (?:and )?([^\s!]+)", OptionError, _TWO_DEVICES, _ONE_DEVICE),
     (r"does not have a grad_fn|argument to `grad\(\)` cannot be empty", GraphError, NO_GRADIENT, NO_GRADIENT_HINT),
     ("One of the differentiated Tensors does not require grad", OptionError, _FROZEN, _AGAIN),
-    ("consumed? grad_fn", OptionError, _BACKWARD, "return the loss alone"),
+    ("consumed? (returned tensor's )?grad_fn", OptionError, _BACKWARD, "return the loss alone"),
 )
 """Patterns in the text of errors of Dynamo whose cause in the user's code is known, with the error, the sentence and the hint."""
 

@@ -101,7 +101,7 @@ def _detached(output: Any) -> Any:
 def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
     """Combine outputs of one structure leaf by leaf, dataclasses included, which PyTorch does not look into."""
     first = outputs[0]
-    if dataclasses.is_dataclass(first):
+    if hasattr(first, "__dataclass_fields__"):  # `is_dataclass` asks the class, which Dynamo of PyTorch 2.11 refuses
         names = [field.name for field in dataclasses.fields(first) if field.init and field.name not in _CACHES]
         return type(first)(**{name: _mapped(of, [getattr(o, name) for o in outputs]) for name in names})  # type: ignore[operator]
     leaves, structure = pytree.tree_flatten(first)
