@@ -84,6 +84,7 @@ CALLS = [
     (aten.gelu.default, (X,), {"approximate": "tanh"}),
     (aten.gelu_backward.default, (X, r(6, 5, 4))),
     (aten.hardtanh_backward.default, (X, r(6, 5, 4), 0.0, 6.0)),
+    (aten.leaky_relu.default, (X,)),
     (aten.native_dropout_backward.default, (X, X > 0, 2.0)),
     (aten._softmax.default, (X, -1, False)),
     (aten._softmax_backward_data.default, (X, r(6, 5, 4), -1, torch.float64)),
@@ -121,6 +122,8 @@ CALLS = [
     (aten.scatter_add.default, (X, 2, ids(4, 6, 5, 3), r(6, 5, 3))),
     (aten.index_select.default, (X, 1, ids(5, 3))),
     (aten.index.Tensor, (X, [None, ids(5, 3)])),
+    (aten.index.Tensor, (X, [ids(6, 2, 3), None, ids(4, 3)])),
+    (aten.index.Tensor, (IMAGES, [None, ids(6, 2, 3), ids(8, 1)])),
     (aten._unsafe_index.Tensor, (IMAGES, [None, None, ids(8, 16, 1), ids(8, 16)])),
     (aten.index_put.default, (X, [None, ids(5, 3)], r(6, 3, 4), True)),
     (aten._unsafe_index_put.default, (IMAGES, [None, None, ids(8, 16, 1), ids(8, 16)], r(4, 6, 16, 16), True)),
@@ -168,6 +171,8 @@ CALLS = [
         (BACKWARD_KERNEL, (r(4, 6, 8, 8), IMAGES, r(6, 1, 3, 3), [6], *HERE, False, [0, 0], 6, mask))
         for mask in ([True, True, True], [False, True, False])
     ),
+    (aten._native_batch_norm_legit.no_stats, (IMAGES, r(6), r(6), True, 0.1, 1e-5)),
+    (aten.max_pool3d_with_indices.default, (r(2, 3, 4, 4, 4), [2, 2, 2])),
     (aten.avg_pool2d.default, (IMAGES, [2, 2])),
     (aten.avg_pool2d_backward.default, (r(4, 6, 4, 4), IMAGES, [2, 2], [2, 2], [0, 0], False, True, None)),
     (aten._adaptive_avg_pool2d.default, (IMAGES, [2, 2])),

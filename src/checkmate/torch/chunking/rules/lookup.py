@@ -140,10 +140,7 @@ def _both(first: Rule, second: Rule) -> Rule | None:
     return Rule(tuple(joined[: len(first.outputs)]), tuple(joined[len(first.outputs) :]))
 
 
-_SAME_AS: dict[object, OpOverload] = {
-    aten._unsafe_index.Tensor: aten.index.Tensor,
-    aten._unsafe_index_put.default: aten.index_put.default,
-}
+_SAME_AS: dict[object, OpOverload] = {aten._unsafe_index_put.default: aten.index_put.default}
 """Ops without rules, to the ops that compute the same."""
 
 _EXCLUDED: frozenset[object] = frozenset(

@@ -128,15 +128,41 @@ def _added(call: OpCall) -> Iterator[tuple[int, int]]:
 
 
 @_dimensions
+def _padded(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Padding; dimensions that stay as long as they are can be cut."""
+    rank, pad = len(call.shapes[0]), call["pad"]
+    return ((d, d) for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2]))
+
+
+@_dimensions
 def _removed(call: OpCall) -> Iterator[tuple[int, int]]:
     """Ops whose results lack dimensions of the input, and reductions whose terms cannot be added up.
 
     Torch's rule for `logsumexp` forgets that the reduced dimensions may be kept, and takes one dimension for the next.
     """
     rank, given = len(call.shapes[0]), call["dim"]
-    gone = {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,))} or set(range(rank))
+    gone = {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,)) if d is not None} or set(range(rank))
     kept = [d for d in range(rank) if d not in gone]
     return ((before, before if call["keepdim"] else after) for after, before in enumerate(kept))
+
+
+def _index_select(call: OpCall) -> Iterator[Rule]:
+    """Slices of the index select slices of the result; all other dimensions carry over."""
+    rank = len(call.shapes[0])
+    yield from (call.rule(d, index=0) if d == call["dim"] % rank else call.rule(d, self=d) for d in range(rank))
+
+
+def _indexed(call: OpCall) -> Iterator[Rule]:
+    """Dimensions that no index selects carry over; those of the indices take the place of what they select, or come first."""
+    at = [d for d, index in enumerate(call["indices"]) if index is not None]
+    indices = [call["indices"][d] for d in at]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return  # how many elements a mask selects depends on data
+    rank, first = max(len(index.shape) for index in indices), at[0] if at[-1] - at[0] < len(at) else 0
+    kept = [d for d in range(len(call.shapes[0])) if d not in at]
+    yield from (call.rule(place + rank * (place >= first), self=d) for place, d in enumerate(kept))
+    for d in range(rank):
+        yield Rule((Split((first + d,)),), (WHOLE, *(_from_the_end(index, rank - d) for index in indices)))
 
 
 def _view(call: OpCall) -> Iterator[Rule]:
@@ -287,15 +313,23 @@ def _group_norm(call: OpCall) -> Iterator[Rule]:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0, mean=0, rstd=0)
 
 
+def _layer_norm(call: OpCall) -> Iterator[Rule]:
+    """Layer and RMS norms: the gradients of weight and bias are sums over all that has its own statistics."""
+    shape = call["input"].shape
+    for d in range(len(shape) - len(call["normalized_shape"])):
+        parameters = d if call["grad_out"] is None else SUM  # or the statistics
+        yield call.rule(d, *[parameters] * (len(call.outputs) - 1), grad_out=d, input=d, mean=d, rstd=d)
+
+
 def _batch_norm(call: OpCall) -> Iterator[Rule]:
     """Channels; and examples if the statistics are constants, not computed from the examples."""
     channels = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"), 0)
     gradient = call["grad_out"]
     if gradient is not None or call["training"]:
-        yield call.rule(1, 0, 0, grad_out=1, input=1, **channels)
+        yield call.rule(1, *[0] * (len(call.outputs) - 1), grad_out=1, input=1, **channels)
     if gradient is None and not call["training"]:
         # The other outputs are empty on the CPU; elsewhere a piece returns the whole outputs in their place.
-        yield call.rule(0, WHOLE, WHOLE, input=0)
+        yield call.rule(0, *[WHOLE] * (len(call.outputs) - 1), input=0)
     # If a slice has one example, the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
     if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
@@ -307,13 +341,18 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     (_expanded, (aten.expand.default,)),
     (_permuted, (aten.permute.default, aten.transpose.int, aten.t.default)),
     (_squeezed, (aten.squeeze.dim, aten.squeeze.dims)),
-    (_removed, (aten.unbind.int, aten.logsumexp.default)),
+    (_padded, (aten.constant_pad_nd.default,)),
+    (_removed, (aten.unbind.int, aten.logsumexp.default, aten.var_mean.correction)),
+    (_index_select, (aten.index_select.default,)),
+    (_indexed, (aten.index.Tensor, aten._unsafe_index.Tensor)),
     (_added, (aten.select_backward.default, aten.stack.default)),
     # For cumulative sums, torch's rules take a negative dimension for another dimension.
     (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-              aten.glu.default, aten.glu_backward.default)),
-    # Not marked as pointwise in torch, or marked but without a rule there.
-    (_elementwise, (aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
+              aten.glu.default, aten.glu_backward.default, aten.scatter.value)),
+    # Not marked as pointwise in torch, or marked but without a rule there; the first two lines have one since PyTorch 2.13.
+    (_elementwise, (aten.elu.default, aten.hardshrink.default, aten.hardsigmoid.default, aten.hardtanh.default,
+                    aten.leaky_relu.default, aten.mish.default, aten.ne.Tensor, aten.softplus.default, aten.softshrink.default,
+                    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
                     aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
                     aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
                     aten.log_sigmoid_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default,
@@ -327,11 +366,17 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     (_but_last(1), (aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
                     aten.replication_pad1d_backward.default, aten.upsample_linear1d.vec, aten.upsample_nearest1d.vec,
                     aten.view_as_real.default)),
-    (_but_last(2), (aten.avg_pool2d_backward.default, aten.adaptive_max_pool2d_backward.default,
+    (_but_last(2), (aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices.default,
+                    aten.max_pool2d_with_indices_backward.default, aten._adaptive_avg_pool2d.default,
+                    aten._adaptive_avg_pool2d_backward.default, aten.adaptive_max_pool2d.default,
+                    aten.adaptive_max_pool2d_backward.default, aten.upsample_nearest2d.default,
+                    aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d.default,
+                    aten.upsample_bilinear2d_backward.default,
                     aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default, aten.replication_pad2d.default,
                     aten.replication_pad2d_backward.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,
                     aten.upsample_bicubic2d.vec, aten.tril.default, aten.triu.default)),
-    (_but_last(3), (aten.avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default,
+    (_but_last(3), (aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten.max_pool3d_with_indices.default,
+                    aten.max_pool3d_with_indices_backward.default,
                     aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.upsample_nearest3d.vec,
                     aten.upsample_trilinear3d.vec)),
     (_nll_loss, (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, aten.nll_loss_backward.default,
@@ -345,7 +390,10 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     (_convolution, (aten.convolution.default,)),
     (_convolution_backward, (aten.convolution_backward.default,)),
     (_group_norm, (aten.native_group_norm.default, aten.native_group_norm_backward.default)),
+    (_layer_norm, (aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
+                   aten._fused_rms_norm_backward.default)),
     (_batch_norm, (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default,
+                   aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats,
                    aten.native_batch_norm_backward.default)),
 )  # fmt: skip
 
