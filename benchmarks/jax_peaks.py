@@ -111,10 +111,10 @@ class Compilations:
 
     def __init__(self) -> None:
         from checkmate.jax import calibrate
-        from checkmate.jax.scan import search
+        from checkmate.jax.scan import planned_scan
 
         self.count = 0
-        for module in (calibrate, search):
+        for module in (calibrate, planned_scan):
             module.temp_bytes = functools.partial(self._compile, module.temp_bytes)
 
     def _compile(self, original: Callable[..., int], *arguments: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -55,6 +56,34 @@ def test_public_names_are_documented(module):
     assert sorted(documented) == sorted(imported.__all__)
     assert len(set(documented)) == len(documented)
     assert [name for name in documented if not hasattr(imported, name)] == []
+
+
+def test_benchmarks_import_names_that_exist():
+    """A benchmark runs for an hour, and rarely: a name that it imports from the package must not have gone meanwhile."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "checkmate"
+        for alias in node.names
+        if alias.name not in names(str(node.module))
+    ]
+    assert found == []
+
+
+def names(module: str) -> set[str]:
+    """Names in a module's source, its sub-modules, and its public names."""
+    base = ROOT / "src" / Path(*module.split("."))
+    if not base.is_dir():
+        base, inside = base.with_suffix(".py"), set[str]()
+    else:
+        base, inside = base / "__init__.py", {path.stem for path in base.iterdir()}
+    if base.exists():
+        for node in ast.walk(ast.parse(base.read_text())):
+            inside.update(alias.asname or alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias))
+            inside.update(value for value in (getattr(node, "name", None), getattr(node, "id", None)) if value)
+            inside.update([node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else [])
+    return inside
 
 
 def test_no_import_cycle():
