@@ -7,7 +7,8 @@ that is large enough and joins free neighbours.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -15,15 +16,16 @@ class Chunk(NamedTuple):
     """A part of a region."""
 
     size: int
-    address: int  # of its first byte, counted over all regions in order of creation, with one byte between regions
+    address: int  # of its first byte, counted over the regions of its pool in order of creation, with one byte between regions
     pool: bool  # True for small requests, which have their own free list
 
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """PyTorch's caching allocator: separate pools for small and large requests; segments are never released.
+    """PyTorch's caching allocator: separate pools for small and large requests, on one stream.
 
-    The numbers are those of c10/core/AllocatorConfig.h, PyTorch 2.13, with their names.
+    The numbers are those of c10/core/AllocatorConfig.h, PyTorch 2.11 and 2.13, with their names. With ``expandable`` segments
+    each pool is one region that grows at its end, page by page.
 
     Examples:
         >>> allocator = CachingAllocator()
@@ -32,6 +34,7 @@ class CachingAllocator:
         (1024, 2097152)
     """
 
+    expandable: bool = False
     held: int = 0  # bytes of all regions, free chunks included
     in_use: int = 0  # bytes of the allocated chunks
     peak: int = 0  # of the bytes in use
@@ -39,27 +42,50 @@ class CachingAllocator:
     _free: dict[bool, list[Chunk]] = field(default_factory=dict[bool, list[Chunk]])
     _starts: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by their first byte
     _ends: dict[int, Chunk] = field(default_factory=dict[int, Chunk])  # free chunks by the byte after their last
-    _next: int = 0  # address of the next region
+    _regions: dict[int, int] = field(default_factory=dict[int, int])  # bytes of each by its address
+    _next: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 1 << 60})  # address of the next region of a pool
+
+    def copied(self) -> CachingAllocator:
+        """A copy, which changes alone."""
+        free = {pool: list(chunks) for pool, chunks in self._free.items()}
+        copies = {"_starts": dict(self._starts), "_ends": dict(self._ends), "_regions": dict(self._regions)}
+        return replace(self, _free=free, _next=dict(self._next), **copies)
 
     def allocate(self, size_bytes: int) -> Chunk:
         """Allocate the smallest free block that is large enough, or one in a new segment.
 
-        The rest of the block is split off if it is at least 512 bytes in a small segment, or more than 1 MiB in a large one
-        (should_split): smaller rests stay with it as internal fragmentation.
+        The rest of the block is split off if it is at least 512 bytes in a small or expandable segment, or more than 1 MiB in a
+        large one (should_split): smaller rests stay with it as internal fragmentation.
         """
         mib, min_block = 2**20, 512  # kMinBlockSize
         size = max(min_block, -(-size_bytes // min_block) * min_block)
         small = size <= mib  # kSmallSize
         if small:
             segment = 2 * mib  # kSmallBuffer
-        elif size < 10 * mib:  # kMinLargeAlloc
-            segment = 20 * mib  # kLargeBuffer, which several requests share
+        elif self.expandable or size < 10 * mib:  # kMinLargeAlloc
+            segment = 20 * mib  # kLargeBuffer, which several requests share; the page of an expandable segment
         else:
             segment = -(-size // (2 * mib)) * 2 * mib  # kRoundLarge
-        block = self._smallest(size, small) or self._extend(segment, small)
+        block = self._smallest(size, small) or self._extend(size, segment, small)
         rest = block.size - size
-        split = rest >= min_block if small else rest > mib
+        split = rest >= min_block if small or self.expandable else rest > mib
         return self._hand_out(block, size if split else block.size)
+
+    def hold(self, size_bytes: int, blocks: Iterable[tuple[int, int]], *, small: bool) -> list[Chunk]:
+        """Add a segment as it is, with blocks in use: the offset and the bytes of each, in the order of their offsets."""
+        address, end, found = self._region(size_bytes, small), 0, list[Chunk]()
+        for offset, size in (*blocks, (size_bytes, 0)):
+            if offset > end:
+                self._insert(Chunk(offset - end, address + end, small))
+            found.append(Chunk(size, address + offset, small))
+            self.in_use, end = self.in_use + size, offset + size
+        self.peak = max(self.peak, self.in_use)
+        return found[:-1]
+
+    def empty_cache(self) -> None:
+        """Return to the device every segment without a block in use; expandable segments stay as they are."""
+        for chunk in [c for chunks in self._free.values() for c in chunks if self._regions.get(c.address) == c.size]:
+            self.held -= self._remove(chunk).size
 
     def release(self, chunk: Chunk) -> None:
         """Free a chunk and join it with its free neighbours."""
@@ -71,17 +97,31 @@ class CachingAllocator:
         self._insert(chunk)
 
     def _smallest(self, size: int, pool: bool) -> Chunk | None:
-        """Remove the smallest free chunk of at least a size from a pool; None if there is none."""
+        """Remove the smallest free chunk of at least a size from a pool; None if there is none.
+
+        The last chunk of an expandable region counts as large as it can grow (get_free_block).
+        """
         free = self._free.setdefault(pool, [])
         at = bisect_left(free, (size, 0))
+        if self.expandable and at + 1 < len(free) and free[at] is self._ends.get(self._next[pool]):
+            at += 1
         return self._remove(free[at]) if at < len(free) else None
 
-    def _extend(self, size: int, pool: bool) -> Chunk:
-        """Make a region of one chunk."""
-        chunk = Chunk(size, self._next, pool)
-        self._next += size + 1  # regions do not join
+    def _extend(self, size: int, segment: int, pool: bool) -> Chunk:
+        """Make a region of one chunk, or let the last chunk of an expandable region grow by whole segments."""
+        last = self._ends.get(self._next[pool]) if self.expandable else None
+        begun = 0 if last is None else self._remove(last).size
+        grown = -(-(size - begun) // segment) * segment
+        return Chunk(begun + grown, self._region(grown, pool) - begun, pool)
+
+    def _region(self, size: int, pool: bool) -> int:
+        """Address of a new region."""
+        address = self._next[pool]
+        self._next[pool] += size + (not self.expandable)  # other regions do not join
         self.held += size
-        return chunk
+        if not self.expandable:
+            self._regions[address] = size
+        return address
 
     def _hand_out(self, chunk: Chunk, size: int) -> Chunk:
         """Mark the first bytes of a chunk as allocated, and free the others."""

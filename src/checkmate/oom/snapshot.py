@@ -44,7 +44,15 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     address: Bytes
     total_size: Bytes
     is_expandable: bool = False
+    segment_type: str = "large"  # or "small"
+    stream: int = 0
+    pool: tuple[int, int] = msgspec.field(name="segment_pool_id", default=(0, 0))  # of a `torch.cuda.MemPool`
     blocks: list[Block]  # in the order of their addresses
+
+    @property
+    def in_use(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each block in use."""
+        return [(block.address - self.address, block.size) for block in self.blocks if block.state != "inactive"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

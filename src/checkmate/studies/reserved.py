@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.core.graph import Graph
@@ -39,7 +39,11 @@ class Arena(NamedTuple):
     reserved_bytes: int
 
 
-def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> int:
+Resident: TypeAlias = Iterable[int] | CachingAllocator
+"""Sizes of resident tensors, or an allocator that holds them."""
+
+
+def reserved_bytes(graph: Graph, plan: Plan, resident: Resident = ()) -> int:
     """Bytes that the allocator reserves on the device when a plan is run repeatedly.
 
     PyTorch's native caching allocator with default settings. It keeps every segment while the device has room. Only
@@ -49,8 +53,8 @@ def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> in
     Args:
         graph: The graph.
         plan: The plan.
-        resident: Sizes in bytes of resident tensors, in the order of their allocation; the rest of the graph's resident
-            bytes counts as one more.
+        resident: Sizes in bytes of resident tensors, in the order of their allocation, or an allocator that holds them; it is
+            not changed. The rest of the graph's resident bytes counts as one more.
 
     Returns:
         Bytes of all segments: at least the allocated peak.
@@ -66,7 +70,7 @@ def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> in
     return allocator_peaks(graph, plan, resident).reserved_bytes
 
 
-def allocator_peaks(graph: Graph, plan: Plan, resident: Iterable[int] = (), *, arena_bytes: int = 0) -> AllocatorPeaks:
+def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_bytes: int = 0) -> AllocatorPeaks:
     """Allocated and reserved bytes when a plan is run repeatedly, as PyTorch's native caching allocator counts them.
 
     Args:
@@ -87,7 +91,7 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Iterable[int] = (), *, a
     return _replayed(requests(graph, plan), _resident(graph, resident), arena_bytes)
 
 
-def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Arena:
+def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     """The smallest arena found with which a plan needs no other large segment.
 
     All large requests of a plan are known before it runs, and come in the same order in every step. Blocks cut from one segment
@@ -99,7 +103,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Ar
         resident: Sizes of resident tensors; see `reserved_bytes`.
 
     Returns:
-        The arena. It reserves no more than the plan does without one; if none does, its size is 0.
+        The arena. It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
 
     Raises:
         PlanError: The plan cannot be run.
@@ -109,17 +113,18 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Ar
         >>> [size >> 20 for size in smallest_arena(graph, Plan.from_order(graph, [0, 1]))]
         [34, 34]
     """
-    sequence, sizes = requests(graph, plan), _resident(graph, resident)
-    alone = _replayed(sequence, sizes, 0)
-    before = _replayed([], sizes, 0).reserved_bytes
+    sequence, start = requests(graph, plan), _resident(graph, resident)
+    alone, before = _replayed(sequence, start, 0), start.held
     best = Arena(0, alone.reserved_bytes)
+    if start.expandable:
+        return best
     # A larger arena is not always large enough if a smaller one is, but nearly always.
     low, high = -(-(alone.allocated_bytes - before) // _GRANULE), (alone.reserved_bytes - before) // _GRANULE
     for _ in range(8):
         if low >= high:
             break
         middle = max(1, (low + high) // 2)
-        reserved = _replayed(sequence, sizes, middle * _GRANULE).reserved_bytes
+        reserved = _replayed(sequence, start, middle * _GRANULE).reserved_bytes
         if reserved < best.reserved_bytes:
             best, high = Arena(middle * _GRANULE, reserved), middle
         else:
@@ -160,15 +165,22 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
     return sorted(found, key=lambda r: (r.step, not r.size_bytes))
 
 
-def _resident(graph: Graph, resident: Iterable[int]) -> list[int]:
-    sizes = list(resident)
-    return [size for size in (*sizes, graph.resident_bytes - sum(sizes)) if size > 0]
+def _resident(graph: Graph, resident: Resident) -> CachingAllocator:
+    """The allocator that holds the resident bytes of a graph."""
+    if isinstance(resident, CachingAllocator):
+        allocator, rest = resident.copied(), graph.resident_bytes - resident.in_use
+    else:
+        allocator, rest = CachingAllocator(), graph.resident_bytes
+        for size in resident:
+            allocator.allocate(size)
+            rest -= size
+    if rest > 0:
+        allocator.allocate(rest)
+    return allocator
 
 
-def _replayed(sequence: Sequence[Request], resident: Sequence[int], arena_bytes: int) -> AllocatorPeaks:
-    allocator = CachingAllocator()
-    for size in resident:
-        allocator.allocate(size)
+def _replayed(sequence: Sequence[Request], start: CachingAllocator, arena_bytes: int) -> AllocatorPeaks:
+    allocator = start.copied()
     if arena_bytes:
         allocator.release(allocator.allocate(arena_bytes))
     allocator.peak = allocator.in_use

@@ -102,8 +102,8 @@ def compile_graph(
     hooks = Hooks() if hooks is None else hooks
     bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
-    compilation = Compilation(gm.graph, example_inputs, options, hooks)
     try:
+        compilation = Compilation(gm.graph, example_inputs, options, hooks)
         with progress.shown("capturing"), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +144,11 @@ class Executable:
                 self._planner.ranks.record_forward()
             if self._whole is not None and budget is not None and budget.total_bytes is not None:
                 self._account.announce_growth(self._whole, self._last_bytes, args)
-            return run(args) if planned is None else coordinator().forward(planned, args)
+            if planned is not None:
+                return coordinator().forward(planned, args)
+            whole = self._whole is not None and isinstance(self._counted, ReservedMemory)
+            with self._counted.running() if whole else nullcontext():
+                return run(args)
 
         return as_boxed(guarded)
 
@@ -212,5 +217,5 @@ class Executable:
         _log.info("resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), resident)
         if isinstance(self._counted, ReservedMemory):
             self._budget_bytes = result.budget_bytes
-            self._counted.prepare(graph, result.plan)
+            self._counted.prepare(graph, result)
         self._hooks.planned(interface, result)

@@ -15,9 +15,10 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
-from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
+from checkmate.torch.measure.device_memory import LookDue, create_state, state_to_come_bytes
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
@@ -45,16 +46,20 @@ class ResidentAccount:
     def __init__(self, inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self._options, budget = options, options.planning.budget
         warm_up(cuda := cuda_device(inputs, options))
-        self.counted = None if budget is None or hooks.target is not None else counted_memory(options.budget_of, cuda)
         # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
         asked = budget is not None or options.plan is not None
         self.is_bounded = asked and hooks.captured is None and hooks.target is None
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+        trained = [t for t in tensors if t.is_leaf and t.requires_grad]
+        if self.is_bounded and options.budget_of == "reserved":
+            create_state(trained)  # it would be cut from the memory that is reserved for the step
+        sizes = {storage_key(part): storage_bytes(part) for t in tensors for part in strided_parts(t)}.values()
+        counts = budget is not None and hooks.target is None
+        self.counted = counted_memory(options.budget_of, cuda, sizes, whole=hooks.whole) if counts else None
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._count_device = cuda or torch.device("cpu")
         self.wrapped = wrapper_memory(inputs, options.accumulate)
         self.counted_bytes = self.wrapped.counted_bytes(self._count_device)  # included in a count of the device's tensors
-        trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(inputs, options.accumulate),
             optimizer_bytes=state_to_come_bytes(trained, self._count_device) if self.is_bounded and trained else 0,

@@ -5,15 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
+from checkmate.allocators import CachingAllocator
+from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.counted_memory import Counted
-from checkmate.studies.reserved import allocator_peaks, smallest_arena
+from checkmate.oom.snapshot import Segment, snapshot_of
+from checkmate.studies.reserved import Arena, allocator_peaks, smallest_arena
 from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.options import BudgetOf
 
@@ -31,8 +38,7 @@ def allocator_settings(environment: Mapping[str, str] | None = None) -> dict[str
     # The variable that overrides the others comes first (c10/core/AllocatorConfig.cpp).
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     text = next((given[name] for name in names if given.get(name)), "")
-    pairs = (part.partition(":") for part in text.split(","))
-    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}
+    return {name: value.strip() for name, value in re.findall(r"([^\s,:]+)\s*:\s*(\[[^\]]*\]|[^,]*)", text)}
 
 
 def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
@@ -40,45 +46,101 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
     return allocator_settings(environment).get("expandable_segments", "").lower() == "true"
 
 
-def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted | None:
+def counted_memory(
+    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[int] = (), *, whole: bool = False
+) -> Counted | None:
     """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
     whole blocks, and therefore the budget does too.
+
+    Args:
+        budget_of: The memory that the budget limits.
+        device: The CUDA device; None for a CPU.
+        resident: Sizes of the tensors that exist before a step; a CUDA device knows its own.
+        whole: Whether the plan is of a whole step, in a single thread.
+
+    Raises:
+        OptionError: The budget is of reserved memory, and the allocator has settings that its model does not know.
     """
+    # These, and the settings of pinned memory, leave the segments of a device as they are.
+    harmless = ("expandable_segments", "release_lock_on_", "graph_capture_", "per_process_", "throw_on_", "backend", "pinned_")
+    others = ", ".join(name for name in allocator_settings() if not name.startswith(harmless))
+    native = device is None or torch.cuda.get_allocator_backend() == "native"
     if budget_of == "reserved":
-        return ReservedMemory(device)
-    if device is None or has_expandable_segments() or torch.cuda.get_allocator_backend() != "native":
+        if others or not native:
+            raise OptionError(
+                f"budget_of='reserved' cannot be kept with {others or 'another backend'} in the settings of PyTorch's allocator",
+                hint="take it out of PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where expandable_segments may stay, or leave "
+                "out budget_of",
+            )
+        return ReservedMemory(device, resident, whole=whole)
+    if device is None or not native:
         return None
-    return lambda graph, plan: allocator_peaks(graph, plan).allocated_bytes
+    if others:
+        _warn_of(others)
+    return None if has_expandable_segments() else lambda graph, plan: allocator_peaks(graph, plan).allocated_bytes
+
+
+@functools.cache
+def _warn_of(settings: str) -> None:
+    _log.warning(
+        "blocks may be larger than plans count them, with %s in the settings of PyTorch's allocator\nhint: take it out of "
+        "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, or leave some of the budget free with `reserve`",
+        settings,
+    )
+
+
+class _Reserved(NamedTuple):
+    """An arena on a device."""
+
+    address: int
+    size_bytes: int
+    pool: Any  # the `torch.cuda.MemPool` that it is in; None for the pool of all other tensors
+
+
+_RESERVED: dict[tuple[int | None, bool], _Reserved] = {}
+"""The last arena of each device, in and out of a memory pool: plans of several graphs share it."""
 
 
 class ReservedMemory:
-    """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
+    """Memory that the CUDA allocator holds while a plan runs, if one block, the arena, was reserved for the plan before.
 
-    A call predicts the bytes. On a CPU, without this allocator, there is only the prediction.
+    A call predicts the bytes. Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither
+    pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self._checked = False
-        self._unused_bytes = 0
-        if device is not None:
-            torch.cuda.empty_cache()  # blocks of earlier work; segments with resident memory stay, unused parts included
-            self._unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    def __init__(self, device: torch.device | None, resident: Iterable[int] = (), *, whole: bool = False) -> None:
+        self._device, self._checked = device, False
+        pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
+        index = None if device is None else device.index if device.index is not None else torch.cuda.current_device()
+        self._key = index, pooled
+        self._before = tuple(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
         """Predicted bytes of all segments."""
-        return smallest_arena(graph, plan).reserved_bytes + self._unused_bytes
+        return self._arena(graph, plan).reserved_bytes
 
-    def prepare(self, graph: Graph, plan: Plan) -> None:
+    def prepare(self, graph: Graph, result: Result) -> None:
         """Reserve the memory for a plan in one piece, from which the allocator cuts its blocks."""
-        if self._device is None:
+        if self._is_in_use():
             return
-        size = smallest_arena(graph, plan).size_bytes
-        torch.cuda.empty_cache()
+        size, last = self._arena(graph, result.plan).size_bytes, _RESERVED.pop(self._key, None)
+        if last is not None and last.size_bytes > size:  # of another plan, which may run again
+            peaks = allocator_peaks(graph, result.plan, self._before, arena_bytes=last.size_bytes)
+            size = last.size_bytes if peaks.reserved_bytes <= result.budget_bytes else size
+        del last  # with its pool
+        if self._device is not None:
+            torch.cuda.empty_cache()
         if size:
-            torch.empty(size, dtype=torch.uint8, device=self._device)
+            pool = torch.cuda.MemPool() if self._key[1] else None
+            with self._in_pool(pool):  # no mode sees a storage without a tensor: this runs while AOTAutograd traces
+                _RESERVED[self._key] = _Reserved(torch.UntypedStorage(size, device=self._device or "cpu").data_ptr(), size, pool)
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Context of a step: its memory comes from the pool of its arena, if that has one."""
+        arena = _RESERVED.get(self._key)
+        return self._in_pool(None if arena is None else arena.pool)
 
     def check(self, budget_bytes: int) -> None:
         """Warn, once, if the device holds more than the budget after a step."""
@@ -94,6 +156,34 @@ class ReservedMemory:
                 format_bytes(budget_bytes),
                 format_bytes(held - budget_bytes),
             )
+
+    def _arena(self, graph: Graph, plan: Plan) -> Arena:
+        """The arena for a plan: the last one for as long as blocks are in use there, such as the gradients of an earlier step."""
+        if not self._is_in_use():
+            return smallest_arena(graph, plan, self._before)
+        size = _RESERVED[self._key].size_bytes
+        return Arena(size, allocator_peaks(graph, plan, self._before, arena_bytes=size).reserved_bytes)
+
+    def _in_pool(self, pool: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
+
+    def _is_in_use(self) -> bool:
+        arena = None if self._device is None else _RESERVED.get(self._key)
+        return arena is not None and any(s.address == arena.address and s.in_use for s in self._segments())
+
+    def _segments(self) -> list[Segment]:
+        found = snapshot_of({"segments": torch.cuda.memory_snapshot()}).segments
+        return [segment for segment in found if segment.device == self._key[0]]
+
+    def _held(self) -> CachingAllocator:
+        """The allocator as it is now without cached segments, and without arenas: what is in use there belongs to steps."""
+        torch.cuda.empty_cache()  # blocks of earlier work; segments with resident memory stay, unused parts included
+        found = CachingAllocator(expandable=has_expandable_segments())
+        arena = _RESERVED.get(self._key)
+        for segment in self._segments():
+            if arena is None or (segment.address != arena.address and (arena.pool is None or segment.pool != arena.pool.id)):
+                found.hold(segment.total_size, segment.in_use, small=segment.segment_type == "small")
+        return CachingAllocator(held=found.held, in_use=found.in_use) if self._key[1] else found
 
 
 def warm_up(device: torch.device | None) -> None:

@@ -136,7 +136,7 @@ class _StepPlanner:
                 raise
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
-            first.options.counted.prepare(step.graph, result.plan)
+            first.options.counted.prepare(step.graph, result)
         orders = step.stitched.cut(result.plan.order)
         with within_room(room_bytes):
             programs = {
