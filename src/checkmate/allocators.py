@@ -7,7 +7,7 @@ that is large enough and joins free neighbours.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -140,3 +140,33 @@ class CachingAllocator:
         free.pop(bisect_left(free, chunk))
         del self._starts[chunk.address], self._ends[chunk.address + chunk.size]
         return chunk
+
+
+def packed(blocks: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets of blocks in one piece of memory, and its bytes; no two blocks overlap that are in use at the same time.
+
+    Each block gets the first place that is free for all of its time, in order of first use (no byte is lost if the last block
+    made is the first freed) or of size, whichever needs less.
+
+    Args:
+        blocks: The moment in which each is made, the moment in which it is freed, and its bytes.
+
+    Examples:
+        >>> packed([(0, 2, 8), (1, 4, 4), (2, 4, 6)])
+        ([0, 8, 0], 12)
+    """
+    found: list[tuple[int, list[int]]] = []
+    every = range(len(blocks))
+    for order in (sorted(every, key=lambda k: blocks[k][0]), sorted(every, key=lambda k: -blocks[k][2])):
+        offsets, placed, most = [0] * len(blocks), list[int](), 0
+        for k in order:
+            made, freed, size = blocks[k]
+            for j in sorted((j for j in placed if blocks[j][0] < freed and made < blocks[j][1]), key=offsets.__getitem__):
+                if offsets[k] + size <= offsets[j]:
+                    break
+                offsets[k] = max(offsets[k], offsets[j] + blocks[j][2])
+            placed.append(k)
+            most = max(most, offsets[k] + size)
+        found.append((most, offsets))
+    size, offsets = min(found)
+    return offsets, size

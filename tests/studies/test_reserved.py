@@ -7,7 +7,7 @@ import random
 import pytest
 
 from checkmate import Graph, Plan, simulate, solve
-from checkmate.allocators import CachingAllocator, Chunk
+from checkmate.allocators import CachingAllocator, Chunk, packed
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.problem import Problem
 from checkmate.studies.reserved import allocator_peaks, requests, reserved_bytes, smallest_arena
@@ -136,3 +136,56 @@ def test_a_block_is_counted_with_what_is_not_split_off() -> None:
     plan = Plan.from_order(graph, [0, 1])
     assert simulate(graph, plan).peak_bytes == 29 * MIB
     assert allocator_peaks(graph, plan).allocated_bytes == 30 * MIB
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_of_known_lifetimes_are_packed(seed: int) -> None:
+    """No two overlap in time and place; what is made last and freed first loses no byte, and other lifetimes few."""
+    chance = random.Random(seed)
+    spans = [sorted(chance.sample(range(200), 2)) for _ in range(60)]
+    nested = [(k, 200 - k) for k in range(60)]
+    for lives, most in ((spans, 1.1), (nested, 1.0)):
+        blocks = [(made, freed, chance.randrange(1, 100)) for made, freed in lives]
+        offsets, size = packed(blocks)
+        for k, (made, freed, taken) in enumerate(blocks):
+            assert 0 <= offsets[k] <= size - taken
+            for j, (other, gone, length) in enumerate(blocks[:k]):
+                apart = gone <= made or freed <= other
+                assert apart or offsets[j] + length <= offsets[k] or offsets[k] + taken <= offsets[j]
+        peak = max(sum(taken for made, freed, taken in blocks if made <= t < freed) for t in range(200))
+        assert peak <= size <= most * peak
+
+
+def test_expandable_segments_grow_by_pages_at_their_end() -> None:
+    """A hole that fits comes before the end, however small the end is; no block keeps a rest; an arena would change nothing."""
+    allocator = CachingAllocator(expandable=True)
+    first, second = allocator.allocate(15 * MIB), allocator.allocate(11 * MIB)
+    assert (first.size, second.size, allocator.held) == (15 * MIB, 11 * MIB, 40 * MIB)
+    allocator.release(first)
+    assert allocator.allocate(14 * MIB) == first._replace(size=14 * MIB)
+    third = allocator.allocate(20 * MIB)
+    assert (third.address, allocator.held) == (second.address + second.size, 60 * MIB)
+    assert allocator.allocate(1).size == 512
+    assert allocator.held == 62 * MIB
+    graph = chain(6, 3 * MIB)
+    plan = Plan.from_order(graph, range(len(graph.ops)))
+    alone = reserved_bytes(graph, plan, CachingAllocator(expandable=True))
+    assert alone % (20 * MIB) == 0
+    assert smallest_arena(graph, plan, CachingAllocator(expandable=True)) == (0, alone)
+
+
+def test_a_segment_is_held_as_it_is() -> None:
+    """Blocks in use, and free parts that the next requests take; without a block it goes back to the device."""
+    allocator = CachingAllocator()
+    (block,) = allocator.hold(20 * MIB, [(6 * MIB, 2 * MIB)], small=False)
+    copy = allocator.copied()
+    assert (allocator.in_use, allocator.held) == (2 * MIB, 20 * MIB)
+    assert allocator.allocate(12 * MIB).address == block.address + block.size
+    allocator.allocate(6 * MIB)
+    assert allocator.held == 20 * MIB
+    copy.empty_cache()
+    assert copy.held == 20 * MIB
+    copy.release(block)
+    copy.empty_cache()
+    assert (copy.held, allocator.held) == (0, 20 * MIB)
+    assert copy.allocate(1).size == 512

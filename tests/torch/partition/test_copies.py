@@ -78,6 +78,40 @@ def test_bits_and_bytes_are_as_planned(plain, plan):
         assert (copies.BUFFERS.peak_bytes, copies.BUFFERS.held_bytes) == (timeline.host_peak_bytes, 0)
 
 
+def test_memory_of_the_host_is_made_once_when_the_step_is_compiled(plain, plan):
+    """As many bytes as the plan holds there at most, and not in the first step: pinning takes longer than copying."""
+    before = copies.BUFFERS.buffer_bytes
+    model, step = step_of(plan=plan)
+    made = max(before, simulate(step.graph, step.plan).host_peak_bytes)
+    assert copies.BUFFERS.buffer_bytes == made > 0
+    trained(model, step)
+    assert copies.BUFFERS.buffer_bytes == made
+
+
+def test_a_fetch_that_is_not_read_ends_before_its_memory_is_freed(plain, plan):
+    """Otherwise the copy would be written where another tensor is by then; here the late copy would hold the memory."""
+    graph = plain[0].graph
+    sent = next(k for k, s in enumerate(plan.steps) if isinstance(s, Offload))
+    v = plan.steps[sent].value
+    gone = next(k for k, s in enumerate(plan.steps) if s == Free(v) and k > sent)
+    steps = (*plan.steps[: gone + 1], Fetch(v), Free(v), *plan.steps[gone + 1 :])
+    model, step = step_of(plan=Plan(steps, graph.digest, plan.host))
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], trained(model, step), strict=True))
+    assert checkmate.torch.measure_peak(lambda: step(X, Y)) == simulate(graph, step.plan).peak_bytes - graph.resident_bytes
+
+
+def test_a_step_that_fails_leaves_no_copy_behind(plain, plan):
+    """The next step has the bits and the bytes of a step that nothing preceded."""
+    model, step = step_of(plan=plan)
+    with pytest.raises(IndexError, match="out of bounds"):
+        step(X, Y + 5)
+    assert copies.BUFFERS.held_bytes == 0
+    copies.BUFFERS.peak_bytes = 0
+    model.load_state_dict(network().state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], trained(model, step), strict=True))
+    assert copies.BUFFERS.peak_bytes == simulate(step.graph, step.plan).host_peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["40%", "50%", "60%", "80%"])
 def test_bits_and_bytes_are_as_planned_at_every_budget(plain, budget):
@@ -113,7 +147,8 @@ def test_strides_and_offsets_come_back():
     """A copy is of a storage; the tensor that names it may be a part of it, with any strides."""
     whole = torch.arange(24.0).reshape(4, 6)
     part = whole.t()[1:4]
-    copy = copies.offload(part)
+    copies.BUFFERS.reserve(100, torch.device("cpu"))
+    copy = copies.offload(part, 4)
     copies.wait_sent(copy, part)
     again = copies.wait_fetched(copies.fetch(copy), copy)
     assert torch.equal(again, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.estimates import estimated_costs
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import BUFFERS
 from checkmate.torch.partition.split import CapturedJoint, Task
 from checkmate.torch.passes.gradients import accumulated_inputs
 from checkmate.torch.steps.coordinator import coordinator, run_backward
@@ -121,6 +122,7 @@ class Executable:
         self._recompile = recompile_current_frame()
         self.planned: PlannedGraph | None = None  # once the graph is planned for a budget
         self._whole: Result | None = None  # of a graph that the coordinator does not run
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of each run of a whole step
         self._last_bytes = 0  # of the results of the step before, for which the plan has room
         self._runs = 0
         self._budget_bytes: int | None = None
@@ -146,8 +148,7 @@ class Executable:
                 self._account.announce_growth(self._whole, self._last_bytes, args)
             if planned is not None:
                 return coordinator().forward(planned, args)
-            whole = self._whole is not None and isinstance(self._counted, ReservedMemory)
-            with self._counted.running() if whole else nullcontext():
+            with self._around():
                 return run(args)
 
         return as_boxed(guarded)
@@ -218,4 +219,7 @@ class Executable:
         if isinstance(self._counted, ReservedMemory):
             self._budget_bytes = result.budget_bytes
             self._counted.prepare(graph, result)
+            self._around = self._counted.running
+        elif result.plan.host is not None:
+            self._around = BUFFERS.step
         self._hooks.planned(interface, result)

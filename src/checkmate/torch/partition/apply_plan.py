@@ -18,12 +18,16 @@ Other frees of the plan need no nodes: boxed FX code frees every tensor after it
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from checkmate.allocators import packed
+from checkmate.core.errors import OptionError
 from checkmate.core.plan import Compute, Discard, Fetch, Free, Offload, Plan
+from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM_NO_STATS,
     op_properties,
@@ -61,7 +65,8 @@ class _Writer:
         self.node_of = {v: node for node, v in capture.value_of.items()}
         self.host: dict[int, fx.Node] = {}  # value to its copy on the host
         self.sending: set[int] = set()  # values whose free must wait for their copy to the host
-        self.arriving: set[int] = set()  # values whose next read must wait for their copy from the host
+        self.arriving: set[int] = set()  # values whose next read or free must wait for their copy from the host
+        self.offsets = self._host_offsets(plan)
 
     def write(self) -> fx.GraphModule:
         joint = self.capture.joint
@@ -101,7 +106,7 @@ class _Writer:
         """Emit the nodes of a copy, or of the wait for a copy before a free; other frees need none."""
         v = step.value
         if isinstance(step, Offload):
-            self.host[v] = self._call(copies.offload, (self.env[self.node_of[v]],), None)
+            self.host[v] = self._call(copies.offload, (self.env[self.node_of[v]], next(self.offsets)), None)
             self.sending.add(v)
         elif isinstance(step, Fetch):
             node = self.node_of[v]
@@ -114,14 +119,37 @@ class _Writer:
             if v in self.sending:
                 self._call(copies.wait_sent, (self.host[v], self.env[self.node_of[v]]), None)
                 self.sending.remove(v)
-            self.arriving.discard(v)
+            if v in self.arriving:
+                self._wait_fetched(v)
+
+    def _host_offsets(self, plan: Plan) -> Iterator[int]:
+        """Reserve memory of the host for the copies of a plan; the place of each in it, in the order of the plan."""
+        sizes, made, blocks = self.capture.graph.values, dict[int, int](), list[tuple[int, int, int]]()
+        for position, step in enumerate(plan.steps):
+            if isinstance(step, Offload):
+                made[step.value] = len(blocks)
+                blocks.append((position, len(plan.steps), sizes[step.value].size_bytes))
+            elif isinstance(step, Discard):
+                blocks[made[step.value]] = (blocks[made[step.value]][0], position, sizes[step.value].size_bytes)
+        offsets, size = packed(blocks)
+        if size:
+            assert plan.host is not None
+            if size > plan.host.bytes:
+                raise OptionError(
+                    f"the copies of the plan take {format_bytes(size)} of the host in one piece, and it has "
+                    f"{format_bytes(plan.host.bytes)}",
+                    hint=f"raise host to at least {format_at_least(size)}, or plan with a larger budget",
+                )
+            value = self.node_of[next(iter(made))].meta["val"]
+            copies.BUFFERS.reserve(size, value.device)
+        return iter(offsets)
 
     def _wait_fetched(self, v: int) -> None:
         node = self.node_of[v]
         self.env[node] = self._call(copies.wait_fetched, (self.env[node], self.host[v]), node)
         self.arriving.remove(v)
 
-    def _call(self, function: Any, arguments: tuple[fx.Node, ...], like: fx.Node | None) -> fx.Node:
+    def _call(self, function: Any, arguments: tuple[fx.Node | int, ...], like: fx.Node | None) -> fx.Node:
         """Emit a call; its result is like the node ``like`` of the original graph, or no tensor."""
         emitted = self.graph.call_function(function, arguments)
         emitted.meta = {"val": None} if like is None else dict(like.meta)

@@ -1,23 +1,25 @@
 """Copies of storages to the host and back: functions for the nodes of a plan with copies.
 
 On CUDA each of two copy engines is a stream, with pinned memory and events. On the CPU a copy runs when it is first waited for,
-the latest moment that the plan allows, into memory that torch's allocator does not know: the measured peak of the device is the
-peak of the step alone.
+the latest moment that the plan allows. Copies lie in memory that torch's allocator does not know: on the CPU the measured peak of
+the device is the peak of the step alone, and on CUDA no block of pinned memory is rounded up to a power of two.
 
 The order of waits is as in `checkmate.simulate`: the compute stream waits for a copy before it frees the storage (`wait_sent`),
 before it first reads a fetched value (`wait_fetched`), and before it discards the copy on the host. Device storage is allocated
 and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`.
 
-On CUDA nothing here has been run: no GPU was available. torch 2.13 has separate ops for the same purpose (``ao::offload``,
+torch 2.13 has separate ops for the same purpose (``ao::offload``,
 ``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, and a copy back would wait for
 earlier copies out; ``wait_tensor`` also frees the storage of its source although views may share it.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -36,25 +38,65 @@ def _nothing() -> None:
 
 
 class HostBuffers:
-    """Buffers on the host, with the bytes of the current copies and their maximum so far."""
+    """One buffer on the host for each device, with the bytes of the copies in it now and their maximum so far.
+
+    All plans share it, for no copy outlives its step, and one step runs at a time.
+    """
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
+        self._whole: dict[torch.device, torch.Tensor] = {}
+        self._running = threading.Lock()
 
-    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer of bytes; torch keeps freed pinned memory for the next step, because pinning takes longer than copying."""
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers, with copies in them or not."""
+        return sum(buffer.numel() for buffer in self._whole.values())
+
+    def reserve(self, size_bytes: int, device: torch.device) -> None:
+        """Have a buffer for the copies of a plan before its first step: pinning takes longer than copying."""
+        whole = self._whole.get(device)
+        if whole is None or whole.numel() < size_bytes:
+            del whole
+            self._whole.pop(device, None)
+            self._whole[device] = host_memory(size_bytes, device)
+
+    def take(self, offset: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """The part of a buffer that a plan gives to a copy."""
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        if pinned:
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
+        return self._whole[device][offset : offset + size_bytes]
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Take a buffer out of use."""
-        self.held_bytes -= buffer.numel()
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step with copies; if it raises, no copy is under way afterwards in memory that others may get."""
+        with self._running:
+            try:
+                yield
+            except BaseException:
+                self.held_bytes = 0
+                for stream in _ENGINES.values():
+                    torch.cuda.current_stream(stream.device).wait_stream(stream)
+                raise
 
 
 BUFFERS = HostBuffers()
+
+
+def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of the host; for a CUDA device it is pinned, to the byte and for as long as it exists."""
+    memory = np.empty(size_bytes, dtype=np.uint8)
+    if device.type == "cuda":
+        cuda: Any = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, size_bytes, 0))
+        weakref.finalize(memory, _unpin, cuda, memory.ctypes.data, device).atexit = False
+    with no_dispatch(), no_modes():  # compilers call this while they trace with fake tensors
+        return torch.from_numpy(memory)
+
+
+def _unpin(cuda: Any, address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # the last copies may be under way
+    cuda.cudaHostUnregister(address)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,10 +109,13 @@ class HostCopy:
     fetched: Callable[[], None] = _nothing  # waits until the last copy back is done
 
 
-def offload(tensor: torch.Tensor) -> HostCopy:
-    """Begin to copy the storage of a tensor to the host."""
+def offload(tensor: torch.Tensor, offset: int) -> HostCopy:
+    """Begin to copy the storage of a tensor to the host, to a place in the buffer there."""
+    return _sent(tensor, BUFFERS.take(offset, tensor.untyped_storage().nbytes(), tensor.device))
+
+
+def _sent(tensor: torch.Tensor, buffer: torch.Tensor) -> HostCopy:
     where = _bytes_of(tensor)
-    buffer = BUFFERS.take(where.numel(), pinned=tensor.is_cuda)
     meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
     copy = HostCopy(buffer, meaning)
     copy.sent = _copy("out", buffer, where, tensor.device, after=_nothing)
@@ -101,7 +146,7 @@ def discard(copy: HostCopy) -> None:
     """Free a copy on the host, once all copies to and from it are done."""
     copy.sent()
     copy.fetched()
-    BUFFERS.give_back(copy.buffer)
+    BUFFERS.held_bytes -= copy.buffer.numel()
 
 
 COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
@@ -114,9 +159,10 @@ def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
     best = {"out": float("inf"), "in": float("inf")}
     with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
         sample = torch.ones(32 * 2**20, dtype=torch.uint8, device=device)  # enough for the full rate of a bus
+        buffer = host_memory(sample.numel(), device)
         for _ in range(4):  # the first also allocates
             began = time.perf_counter()
-            copy = offload(sample)
+            copy = _sent(sample, buffer)
             copy.sent()
             _synchronize(device)
             sent = time.perf_counter()
@@ -124,7 +170,6 @@ def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
             _synchronize(device)
             best["in"] = min(best["in"], time.perf_counter() - sent)
             best["out"] = min(best["out"], sent - began)
-            discard(copy)
     return HostMemory(amount_bytes, int(sample.numel() / best["out"]), int(sample.numel() / best["in"]))
 
 
@@ -141,9 +186,7 @@ def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable
     return wait
 
 
-@functools.cache
-def _engine(device: torch.device, direction: Direction) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_ENGINES: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
 
 
 def _copy(
@@ -152,7 +195,9 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
-    stream = _engine(device, direction)
+    if (device, direction) not in _ENGINES:
+        _ENGINES[device, direction] = torch.cuda.Stream(device)
+    stream = _ENGINES[device, direction]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         after()  # waits on the current stream, the stream of this copy
