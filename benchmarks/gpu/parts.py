@@ -36,7 +36,8 @@ from checkmate.core.errors import CheckmateError
 from checkmate.doctor.steps import deterministic
 from checkmate.frontend.counted_memory import counted_bytes
 from checkmate.frontend.planner import keep_everything
-from checkmate.studies.reserved import reserved_bytes, smallest_arena
+from checkmate.studies.reserved import allocator_peaks, smallest_arena
+from checkmate.torch.graph.storages import storage_sizes
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.partition.copies import BUFFERS, measured_host
 
@@ -113,6 +114,11 @@ def observed(setting: Setting, step: Callable[[], Any], case: Case, *, bits: int
     return {**row, "time_s": min(took), "median_s": statistics.median(took)}
 
 
+def resident(case: Case) -> tuple[int, ...]:
+    """Sizes of what is there before a step."""
+    return storage_sizes([*case.model.parameters(), *case.model.buffers(), *case.batch.values()])
+
+
 @deterministic()
 def peaks(setting: Setting, name: str) -> dict[str, Any]:
     """Planned and measured peaks at five budgets: reserved memory, bits, time, and costs against the measured step."""
@@ -142,7 +148,7 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
             "budget_bytes": budget,
             "planned_bytes": counted_bytes(step.graph, step.result, counted),
             "live_bytes": step.result.peak_bytes,
-            "predicted_reserved_bytes": reserved_bytes(step.graph, step.plan),
+            "predicted_reserved_bytes": allocator_peaks(step.graph, step.plan, resident(case)).reserved_bytes,
             "overhead": step.result.overhead,
             "bound_overhead": step.result.bound / step.graph.cost,
             "gap": step.result.gap,
@@ -211,7 +217,7 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
     """Budgets of reserved memory: what the allocator holds while a plan runs that is planned for it."""
     case = setting.case(name)
     keep = checkmate.torch.compile(case.model, example=case.batch)
-    top = smallest_arena(keep.graph, keep.plan).reserved_bytes
+    top = smallest_arena(keep.graph, keep.plan, resident(case)).reserved_bytes
     least = keep.graph.resident_bytes
     del case, keep
     rows: list[dict[str, Any]] = []
@@ -228,7 +234,7 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
             setting.left_out.append(f"{share:.0%}: {error.message}")
             continue
         row = observed(setting, lambda step=step, case=case: step(**case.batch)[1], case, emptied=False)
-        predicted = smallest_arena(step.graph, step.plan).reserved_bytes
+        predicted = smallest_arena(step.graph, step.plan, resident(case)).reserved_bytes
         rows.append({"budget": f"{share:.0%}", "budget_bytes": budget, "predicted_reserved_bytes": predicted, **row})
         del case, step
     return {"keep_all_reserved_bytes": top, "points": rows}

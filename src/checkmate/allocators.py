@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -45,12 +45,6 @@ class CachingAllocator:
     _regions: dict[int, int] = field(default_factory=dict[int, int])  # bytes of each by its address
     _next: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 1 << 60})  # address of the next region of a pool
 
-    def copied(self) -> CachingAllocator:
-        """A copy, which changes alone."""
-        free = {pool: list(chunks) for pool, chunks in self._free.items()}
-        copies = {"_starts": dict(self._starts), "_ends": dict(self._ends), "_regions": dict(self._regions)}
-        return replace(self, _free=free, _next=dict(self._next), **copies)
-
     def allocate(self, size_bytes: int) -> Chunk:
         """Allocate the smallest free block that is large enough, or one in a new segment.
 
@@ -74,9 +68,10 @@ class CachingAllocator:
     def hold(self, size_bytes: int, blocks: Iterable[tuple[int, int]], *, small: bool) -> list[Chunk]:
         """Add a segment as it is, with blocks in use: the offset and the bytes of each, in the order of their offsets."""
         address, end, found = self._region(size_bytes, small), 0, list[Chunk]()
-        for offset, size in (*blocks, (size_bytes, 0)):
+        for offset, requested in (*blocks, (size_bytes, 0)):
             if offset > end:
                 self._insert(Chunk(offset - end, address + end, small))
+            size = -(-requested // 512) * 512
             found.append(Chunk(size, address + offset, small))
             self.in_use, end = self.in_use + size, offset + size
         self.peak = max(self.peak, self.in_use)
@@ -85,7 +80,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Return to the device every segment without a block in use; expandable segments stay as they are."""
         for chunk in [c for chunks in self._free.values() for c in chunks if self._regions.get(c.address) == c.size]:
-            self.held -= self._remove(chunk).size
+            self.held -= self._regions.pop(self._remove(chunk).address)
 
     def release(self, chunk: Chunk) -> None:
         """Free a chunk and join it with its free neighbours."""
@@ -97,14 +92,11 @@ class CachingAllocator:
         self._insert(chunk)
 
     def _smallest(self, size: int, pool: bool) -> Chunk | None:
-        """Remove the smallest free chunk of at least a size from a pool; None if there is none.
-
-        The last chunk of an expandable region counts as large as it can grow (get_free_block).
-        """
+        """Remove the smallest free chunk of at least a size from a pool; None if there is none."""
         free = self._free.setdefault(pool, [])
         at = bisect_left(free, (size, 0))
         if self.expandable and at + 1 < len(free) and free[at] is self._ends.get(self._next[pool]):
-            at += 1
+            at += 1  # the last chunk of an expandable region counts as large as it can grow (get_free_block)
         return self._remove(free[at]) if at < len(free) else None
 
     def _extend(self, size: int, segment: int, pool: bool) -> Chunk:
@@ -143,30 +135,22 @@ class CachingAllocator:
 
 
 def packed(blocks: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets of blocks in one piece of memory, and its bytes; no two blocks overlap that are in use at the same time.
+    """Offsets of blocks in one piece of memory, and its bytes: no two overlap that are in use at the same time.
 
-    Each block gets the first place that is free for all of its time, in order of first use (no byte is lost if the last block
-    made is the first freed) or of size, whichever needs less.
-
-    Args:
-        blocks: The moment in which each is made, the moment in which it is freed, and its bytes.
+    The largest block comes first, and each gets the first place that is free for all of its time. A block is the moment in which
+    it is made, the moment in which it is freed, and its bytes.
 
     Examples:
         >>> packed([(0, 2, 8), (1, 4, 4), (2, 4, 6)])
         ([0, 8, 0], 12)
     """
-    found: list[tuple[int, list[int]]] = []
-    every = range(len(blocks))
-    for order in (sorted(every, key=lambda k: blocks[k][0]), sorted(every, key=lambda k: -blocks[k][2])):
-        offsets, placed, most = [0] * len(blocks), list[int](), 0
-        for k in order:
-            made, freed, size = blocks[k]
-            for j in sorted((j for j in placed if blocks[j][0] < freed and made < blocks[j][1]), key=offsets.__getitem__):
-                if offsets[k] + size <= offsets[j]:
-                    break
-                offsets[k] = max(offsets[k], offsets[j] + blocks[j][2])
-            placed.append(k)
-            most = max(most, offsets[k] + size)
-        found.append((most, offsets))
-    size, offsets = min(found)
-    return offsets, size
+    offsets, placed, most = [0] * len(blocks), list[int](), 0
+    for k in sorted(range(len(blocks)), key=lambda k: -blocks[k][2]):
+        made, freed, size = blocks[k]
+        for j in sorted((j for j in placed if blocks[j][0] < freed and made < blocks[j][1]), key=offsets.__getitem__):
+            if offsets[k] + size <= offsets[j]:
+                break
+            offsets[k] = max(offsets[k], offsets[j] + blocks[j][2])
+        placed.append(k)
+        most = max(most, offsets[k] + size)
+    return offsets, most

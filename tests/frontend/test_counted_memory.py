@@ -9,7 +9,7 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.frontend.counted_memory import cheapest_counted, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for
-from checkmate.studies.reserved import reserved_bytes
+from checkmate.studies.reserved import allocator_peaks
 
 MIB = 2**20
 
@@ -22,7 +22,7 @@ def training(layers: int = 12) -> Graph:
 
 
 def counted(graph: Graph, plan) -> int:
-    return reserved_bytes(graph, plan)
+    return allocator_peaks(graph, plan).reserved_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 
@@ -10,7 +11,7 @@ from checkmate import Graph, Plan, simulate, solve
 from checkmate.allocators import CachingAllocator, Chunk, packed
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.problem import Problem
-from checkmate.studies.reserved import allocator_peaks, requests, reserved_bytes, smallest_arena
+from checkmate.studies.reserved import allocator_peaks, requests, smallest_arena
 
 KIB, MIB = 2**10, 2**20
 
@@ -98,7 +99,7 @@ def test_allocated_is_what_the_plan_takes_and_reserved_is_no_less(unit: int) -> 
                 del held[request.block]
             peak = max(peak, sum(held.values()))
         assert peak == simulate(graph, result.plan).peak_bytes
-        reserved.append(reserved_bytes(graph, result.plan))
+        reserved.append(allocator_peaks(graph, result.plan).reserved_bytes)
         assert reserved[-1] >= peak
     assert reserved[1] <= reserved[0]
 
@@ -107,10 +108,10 @@ def test_what_is_resident_has_segments_too() -> None:
     """Given one by one it takes what its sizes take; what is not given is one block more."""
     graph = Graph.from_dag(cost=[1], size_bytes=[512], edges=[], kept=[0], resident_bytes=45 * MIB)
     plan = Plan.from_order(graph, [0])
-    assert reserved_bytes(graph, plan) == 46 * MIB + 2 * MIB
-    assert reserved_bytes(graph, plan, [9 * MIB] * 5) == 60 * MIB + 2 * MIB
-    assert reserved_bytes(graph, plan, [9 * MIB] * 4) == 60 * MIB + 2 * MIB
-    assert reserved_bytes(graph, plan, [9 * MIB] * 4 + [9 * MIB // 2] * 2) == 60 * MIB + 2 * MIB
+    assert allocator_peaks(graph, plan).reserved_bytes == 46 * MIB + 2 * MIB
+    assert allocator_peaks(graph, plan, [9 * MIB] * 5).reserved_bytes == 60 * MIB + 2 * MIB
+    assert allocator_peaks(graph, plan, [9 * MIB] * 4).reserved_bytes == 60 * MIB + 2 * MIB
+    assert allocator_peaks(graph, plan, [9 * MIB] * 4 + [9 * MIB // 2] * 2).reserved_bytes == 60 * MIB + 2 * MIB
 
 
 @pytest.mark.parametrize(("kinds", "most"), [(3, 1.1), (6, 1.1), (24, 1.25)])
@@ -123,7 +124,6 @@ def test_an_arena_reserves_no_more_and_is_close_to_the_allocated_peak(kinds: int
     graph = Graph.from_dag(cost=[1] * 2 * layers, size_bytes=[*sizes, *reversed(sizes)], edges=edges, resident_bytes=100 * MIB)
     result = solve(Problem(graph, int(0.6 * keep_all_bytes(graph))))
     alone, arena = allocator_peaks(graph, result.plan), smallest_arena(graph, result.plan)
-    assert alone.reserved_bytes == reserved_bytes(graph, result.plan)
     assert arena.reserved_bytes <= alone.reserved_bytes
     again = allocator_peaks(graph, result.plan, arena_bytes=arena.size_bytes)
     assert again.reserved_bytes == arena.reserved_bytes
@@ -169,7 +169,7 @@ def test_expandable_segments_grow_by_pages_at_their_end() -> None:
     assert allocator.held == 62 * MIB
     graph = chain(6, 3 * MIB)
     plan = Plan.from_order(graph, range(len(graph.ops)))
-    alone = reserved_bytes(graph, plan, CachingAllocator(expandable=True))
+    alone = allocator_peaks(graph, plan, CachingAllocator(expandable=True)).reserved_bytes
     assert alone % (20 * MIB) == 0
     assert smallest_arena(graph, plan, CachingAllocator(expandable=True)) == (0, alone)
 
@@ -178,7 +178,7 @@ def test_a_segment_is_held_as_it_is() -> None:
     """Blocks in use, and free parts that the next requests take; without a block it goes back to the device."""
     allocator = CachingAllocator()
     (block,) = allocator.hold(20 * MIB, [(6 * MIB, 2 * MIB)], small=False)
-    copy = allocator.copied()
+    copy = deepcopy(allocator)
     assert (allocator.in_use, allocator.held) == (2 * MIB, 20 * MIB)
     assert allocator.allocate(12 * MIB).address == block.address + block.size
     allocator.allocate(6 * MIB)

@@ -23,7 +23,7 @@ from checkmate.doctor.training import (
     trained,
     transformer,
 )
-from checkmate.studies.reserved import reserved_bytes
+from checkmate.studies.reserved import allocator_peaks
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.options import Compiler
 
@@ -145,7 +145,10 @@ def _built(path: StepPath, device: str) -> Example:
 def _figures(
     path: StepPath, planned: Trained, keep_all: Trained, planned_bytes: int | None, kept: dict[str, bool]
 ) -> dict[str, Any]:
-    predicted = planned.reserved_bytes is not None and planned_bytes is not None
+    predicted = None
+    if planned.reserved_bytes is not None and planned_bytes is not None:
+        sizes = [t.nbytes for t in planned.state[1:]]  # of parameters, or of their gradients, and buffers
+        predicted = allocator_peaks(planned.graph, planned.result.plan, sizes).reserved_bytes
     time_s, keep_all_s = (min(training.seconds) for training in (planned, keep_all))
     return {
         "compiler": path.compiler,
@@ -154,7 +157,9 @@ def _figures(
         "measured_bytes": planned.peak_bytes,
         "keep_all_bytes": keep_all.peak_bytes,
         "reserved_bytes": planned.reserved_bytes,
-        "predicted_reserved_bytes": reserved_bytes(planned.graph, planned.result.plan) if predicted else None,
+        "predicted_reserved_bytes": allocator_peaks(planned.graph, planned.result.plan, sizes).reserved_bytes
+        if predicted
+        else None,
         "identical": kept["identical"],
         "overhead": round(planned.result.overhead, 4),
         "time_ratio": round(time_s / keep_all_s, 4),

@@ -45,7 +45,6 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     total_size: Bytes
     is_expandable: bool = False
     segment_type: str = "large"  # or "small"
-    stream: int = 0
     pool: tuple[int, int] = msgspec.field(name="segment_pool_id", default=(0, 0))  # of a `torch.cuda.MemPool`
     blocks: list[Block]  # in the order of their addresses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -17,66 +18,34 @@ _GRANULE: Final = 2 << 20
 class AllocatorPeaks(NamedTuple):
     """Counts of an allocator while a plan runs repeatedly.
 
-    Attributes:
-        allocated_bytes: Peak of the blocks in use. A block can be larger than its request: by up to 511 bytes, and in a large
-            segment by up to 1 MiB, which the allocator does not split off.
-        reserved_bytes: Bytes of all segments.
+    A block can be larger than its request: by up to 511 bytes, and in a large segment by up to 1 MiB, which is not split off.
     """
 
-    allocated_bytes: int
-    reserved_bytes: int
+    allocated_bytes: int  # peak of the blocks in use
+    reserved_bytes: int  # of all segments
 
 
 class Arena(NamedTuple):
-    """One large segment, allocated and freed before the first step: the allocator then cuts a plan's large requests from it.
-
-    Attributes:
-        size_bytes: Its size.
-        reserved_bytes: Bytes of all segments with this arena: the arena, segments of resident tensors and of small requests.
-    """
+    """One large segment, allocated and freed before the first step: the allocator then cuts a plan's large requests from it."""
 
     size_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # of all segments with this arena: the arena, segments of resident tensors and of small requests
 
 
 Resident: TypeAlias = Iterable[int] | CachingAllocator
-"""Sizes of resident tensors, or an allocator that holds them."""
 
 
-def reserved_bytes(graph: Graph, plan: Plan, resident: Resident = ()) -> int:
-    """Bytes that the allocator reserves on the device when a plan is run repeatedly.
+def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_bytes: int = 0) -> AllocatorPeaks:
+    """Allocated and reserved bytes when a plan is run repeatedly, as PyTorch's native caching allocator counts them.
 
-    PyTorch's native caching allocator with default settings. It keeps every segment while the device has room. Only
-    when an allocation fails does it release unused segments and try again, so a plan may run in fewer bytes. Source:
-    c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
+    It keeps every segment while the device has room. Only when an allocation fails does it release unused segments and try again,
+    so a plan may run in fewer bytes. Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
 
     Args:
         graph: The graph.
         plan: The plan.
         resident: Sizes in bytes of resident tensors, in the order of their allocation, or an allocator that holds them; it is
             not changed. The rest of the graph's resident bytes counts as one more.
-
-    Returns:
-        Bytes of all segments: at least the allocated peak.
-
-    Raises:
-        PlanError: The plan cannot be run.
-
-    Examples:
-        >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])
-        >>> reserved_bytes(graph, Plan.from_order(graph, [0, 1])) >> 20
-        50
-    """
-    return allocator_peaks(graph, plan, resident).reserved_bytes
-
-
-def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_bytes: int = 0) -> AllocatorPeaks:
-    """Allocated and reserved bytes when a plan is run repeatedly, as PyTorch's native caching allocator counts them.
-
-    Args:
-        graph: The graph.
-        plan: The plan.
-        resident: Sizes of resident tensors; see `reserved_bytes`.
         arena_bytes: Size of a block that is allocated and freed before the first step; 0 for none.
 
     Raises:
@@ -87,6 +56,8 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_
         >>> plan = Plan.from_order(graph, [0, 1])
         >>> [peak >> 20 for peak in allocator_peaks(graph, plan, arena_bytes=36 << 20)]
         [33, 36]
+        >>> [peak >> 20 for peak in allocator_peaks(graph, plan)]
+        [33, 50]
     """
     return _replayed(requests(graph, plan), _resident(graph, resident), arena_bytes)
 
@@ -100,7 +71,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     Args:
         graph: The graph.
         plan: The plan.
-        resident: Sizes of resident tensors; see `reserved_bytes`.
+        resident: Resident tensors; see `allocator_peaks`.
 
     Returns:
         The arena. It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
@@ -133,17 +104,11 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
 
 
 class Request(NamedTuple):
-    """One request to an allocator.
+    """One request to an allocator."""
 
-    Attributes:
-        step: Step of the plan that makes the request.
-        block: Number of the block that is allocated or freed.
-        size_bytes: Bytes to allocate; 0 frees the block.
-    """
-
-    step: int
-    block: int
-    size_bytes: int
+    step: int  # of the plan, which makes the request
+    block: int  # number of the block that is allocated or freed
+    size_bytes: int  # bytes to allocate; 0 frees the block
 
 
 def requests(graph: Graph, plan: Plan) -> list[Request]:
@@ -167,20 +132,16 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
 
 def _resident(graph: Graph, resident: Resident) -> CachingAllocator:
     """The allocator that holds the resident bytes of a graph."""
-    if isinstance(resident, CachingAllocator):
-        allocator, rest = resident.copied(), graph.resident_bytes - resident.in_use
-    else:
-        allocator, rest = CachingAllocator(), graph.resident_bytes
-        for size in resident:
+    held, sizes = (resident, ()) if isinstance(resident, CachingAllocator) else (CachingAllocator(), tuple(resident))
+    allocator = copy.deepcopy(held)
+    for size in (*sizes, graph.resident_bytes - held.in_use - sum(sizes)):
+        if size > 0:
             allocator.allocate(size)
-            rest -= size
-    if rest > 0:
-        allocator.allocate(rest)
     return allocator
 
 
 def _replayed(sequence: Sequence[Request], start: CachingAllocator, arena_bytes: int) -> AllocatorPeaks:
-    allocator = start.copied()
+    allocator = copy.deepcopy(start)
     if arena_bytes:
         allocator.release(allocator.allocate(arena_bytes))
     allocator.peak = allocator.in_use

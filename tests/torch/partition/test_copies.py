@@ -80,12 +80,13 @@ def test_bits_and_bytes_are_as_planned(plain, plan):
 
 def test_memory_of_the_host_is_made_once_when_the_step_is_compiled(plain, plan):
     """As many bytes as the plan holds there at most, and not in the first step: pinning takes longer than copying."""
-    before = copies.BUFFERS.buffer_bytes
+    cpu = torch.device("cpu")
+    copies.BUFFERS.whole.pop(cpu, None)
     model, step = step_of(plan=plan)
-    made = max(before, simulate(step.graph, step.plan).host_peak_bytes)
-    assert copies.BUFFERS.buffer_bytes == made > 0
+    made = copies.BUFFERS.whole[cpu]
+    assert made.numel() == simulate(step.graph, step.plan).host_peak_bytes > 0
     trained(model, step)
-    assert copies.BUFFERS.buffer_bytes == made
+    assert copies.BUFFERS.whole[cpu] is made
 
 
 def test_a_fetch_that_is_not_read_ends_before_its_memory_is_freed(plain, plan):

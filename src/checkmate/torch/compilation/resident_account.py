@@ -15,7 +15,6 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, create_state, state_to_come_bytes
@@ -53,9 +52,8 @@ class ResidentAccount:
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         if self.is_bounded and options.budget_of == "reserved":
             create_state(trained)  # it would be cut from the memory that is reserved for the step
-        sizes = {storage_key(part): storage_bytes(part) for t in tensors for part in strided_parts(t)}.values()
         counts = budget is not None and hooks.target is None
-        self.counted = counted_memory(options.budget_of, cuda, sizes, whole=hooks.whole) if counts else None
+        self.counted = counted_memory(options.budget_of, cuda, tensors, whole=hooks.whole) if counts else None
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._count_device = cuda or torch.device("cpu")
         self.wrapped = wrapper_memory(inputs, options.accumulate)

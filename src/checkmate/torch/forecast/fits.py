@@ -19,7 +19,7 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
-from checkmate.studies.reserved import reserved_bytes
+from checkmate.studies.reserved import allocator_peaks
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_batch import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
@@ -204,7 +204,7 @@ class _Forecast:
         device = self.target.device
         if device.kind != "cuda" or result is None:
             return None
-        found = reserved_bytes(self.step.graph, result.plan, self.step.resident_sizes)
+        found = allocator_peaks(self.step.graph, result.plan, self.step.resident_sizes).reserved_bytes
         left = self.memory_bytes - device.context_bytes
         if found > left:
             self.remarks.append(

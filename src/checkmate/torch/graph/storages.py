@@ -81,7 +81,12 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
     """Total bytes of the storages of tensors; a shared storage is counted once."""
-    return sum({storage_key(part): size_of(part) for t in tensors for part in strided_parts(t)}.values())
+    return sum(storage_sizes(tensors, size_of))
+
+
+def storage_sizes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> tuple[int, ...]:
+    """Bytes of each storage of tensors, in the order of the tensors."""
+    return tuple({storage_key(part): size_of(part) for t in tensors for part in strided_parts(t)}.values())
 
 
 def concrete(number: int | torch.SymInt) -> int:

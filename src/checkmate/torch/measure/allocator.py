@@ -22,6 +22,7 @@ from checkmate.frontend.counted_memory import Counted
 from checkmate.oom.snapshot import Segment, snapshot_of
 from checkmate.studies.reserved import Arena, allocator_peaks, smallest_arena
 from checkmate.torch._compat.dispatch import no_modes
+from checkmate.torch.graph.storages import storage_sizes
 from checkmate.torch.options import BudgetOf
 
 _log = logging.getLogger("checkmate.torch")
@@ -47,21 +48,12 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(
-    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[int] = (), *, whole: bool = False
+    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False
 ) -> Counted | None:
     """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
-    whole blocks, and therefore the budget does too.
-
-    Args:
-        budget_of: The memory that the budget limits.
-        device: The CUDA device; None for a CPU.
-        resident: Sizes of the tensors that exist before a step; a CUDA device knows its own.
-        whole: Whether the plan is of a whole step, in a single thread.
-
-    Raises:
-        OptionError: The budget is of reserved memory, and the allocator has settings that its model does not know.
+    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step.
     """
     # These, and the settings of pinned memory, leave the segments of a device as they are.
     harmless = ("expandable_segments", "release_lock_on_", "graph_capture_", "per_process_", "throw_on_", "backend", "pinned_")
@@ -78,22 +70,11 @@ def counted_memory(
     if device is None or not native:
         return None
     if others:
-        _warn_of(others)
+        _log.warning("blocks may be larger than plans count them, with %s in the settings of PyTorch's allocator", others)
     return None if has_expandable_segments() else lambda graph, plan: allocator_peaks(graph, plan).allocated_bytes
 
 
-@functools.cache
-def _warn_of(settings: str) -> None:
-    _log.warning(
-        "blocks may be larger than plans count them, with %s in the settings of PyTorch's allocator\nhint: take it out of "
-        "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, or leave some of the budget free with `reserve`",
-        settings,
-    )
-
-
 class _Reserved(NamedTuple):
-    """An arena on a device."""
-
     address: int
     size_bytes: int
     pool: Any  # the `torch.cuda.MemPool` that it is in; None for the pool of all other tensors
@@ -110,12 +91,12 @@ class ReservedMemory:
     pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
     """
 
-    def __init__(self, device: torch.device | None, resident: Iterable[int] = (), *, whole: bool = False) -> None:
+    def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
         self._device, self._checked = device, False
         pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
         index = None if device is None else device.index if device.index is not None else torch.cuda.current_device()
         self._key = index, pooled
-        self._before = tuple(resident) if device is None else self._held()
+        self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
         """Predicted bytes of all segments."""
@@ -152,9 +133,7 @@ class ReservedMemory:
             _log.warning(
                 "the allocator holds %s after the first step, more than the budget of %s: what ran beside the plan is not in its "
                 "prediction\nhint: call torch.cuda.empty_cache() once after the first step, or lower the budget by %s",
-                format_bytes(held),
-                format_bytes(budget_bytes),
-                format_bytes(held - budget_bytes),
+                *map(format_bytes, (held, budget_bytes, held - budget_bytes)),
             )
 
     def _arena(self, graph: Graph, plan: Plan) -> Arena:
@@ -167,13 +146,13 @@ class ReservedMemory:
     def _in_pool(self, pool: Any) -> AbstractContextManager[Any]:
         return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
 
+    def _segments(self) -> list[Segment]:
+        segments = snapshot_of({"segments": torch.cuda.memory_snapshot()}).segments
+        return [segment for segment in segments if segment.device == self._key[0]]
+
     def _is_in_use(self) -> bool:
         arena = None if self._device is None else _RESERVED.get(self._key)
         return arena is not None and any(s.address == arena.address and s.in_use for s in self._segments())
-
-    def _segments(self) -> list[Segment]:
-        found = snapshot_of({"segments": torch.cuda.memory_snapshot()}).segments
-        return [segment for segment in found if segment.device == self._key[0]]
 
     def _held(self) -> CachingAllocator:
         """The allocator as it is now without cached segments, and without arenas: what is in use there belongs to steps."""

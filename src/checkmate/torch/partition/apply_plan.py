@@ -135,13 +135,11 @@ class _Writer:
         if size:
             assert plan.host is not None
             if size > plan.host.bytes:
-                raise OptionError(
-                    f"the copies of the plan take {format_bytes(size)} of the host in one piece, and it has "
-                    f"{format_bytes(plan.host.bytes)}",
-                    hint=f"raise host to at least {format_at_least(size)}, or plan with a larger budget",
+                told = (
+                    f"in one piece the copies of the plan take {format_bytes(size)}, of {format_bytes(plan.host.bytes)} of host"
                 )
-            value = self.node_of[next(iter(made))].meta["val"]
-            copies.BUFFERS.reserve(size, value.device)
+                raise OptionError(told, hint=f"raise host to at least {format_at_least(size)}")
+            copies.BUFFERS.reserve(size, self.node_of[next(iter(made))].meta["val"].device)
         return iter(offsets)
 
     def _wait_fetched(self, v: int) -> None:

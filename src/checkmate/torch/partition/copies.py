@@ -8,13 +8,12 @@ The order of waits is as in `checkmate.simulate`: the compute stream waits for a
 before it first reads a fetched value (`wait_fetched`), and before it discards the copy on the host. Device storage is allocated
 and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`.
 
-torch 2.13 has separate ops for the same purpose (``ao::offload``,
-``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, and a copy back would wait for
-earlier copies out; ``wait_tensor`` also frees the storage of its source although views may share it.
+The ops of torch 2.13 for this (``ao::offload``) have one stream for both directions, and free storages that views may share.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -45,27 +44,21 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
-        self._whole: dict[torch.device, torch.Tensor] = {}
+        self.whole: dict[torch.device, torch.Tensor] = {}
         self._running = threading.Lock()
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers, with copies in them or not."""
-        return sum(buffer.numel() for buffer in self._whole.values())
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
         """Have a buffer for the copies of a plan before its first step: pinning takes longer than copying."""
-        whole = self._whole.get(device)
-        if whole is None or whole.numel() < size_bytes:
-            del whole
-            self._whole.pop(device, None)
-            self._whole[device] = host_memory(size_bytes, device)
+        if device not in self.whole or self.whole[device].numel() < size_bytes:
+            _synchronize(device)  # the last copies may be under way
+            self.whole.pop(device, None)
+            self.whole[device] = host_memory(size_bytes, device)
 
     def take(self, offset: int, size_bytes: int, device: torch.device) -> torch.Tensor:
         """The part of a buffer that a plan gives to a copy."""
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return self._whole[device][offset : offset + size_bytes]
+        return self.whole[device][offset : offset + size_bytes]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -75,8 +68,8 @@ class HostBuffers:
                 yield
             except BaseException:
                 self.held_bytes = 0
-                for stream in _ENGINES.values():
-                    torch.cuda.current_stream(stream.device).wait_stream(stream)
+                for device in self.whole:
+                    _synchronize(device)
                 raise
 
 
@@ -89,14 +82,9 @@ def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, size_bytes, 0))
-        weakref.finalize(memory, _unpin, cuda, memory.ctypes.data, device).atexit = False
+        weakref.finalize(memory, cuda.cudaHostUnregister, memory.ctypes.data).atexit = False
     with no_dispatch(), no_modes():  # compilers call this while they trace with fake tensors
         return torch.from_numpy(memory)
-
-
-def _unpin(cuda: Any, address: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # the last copies may be under way
-    cuda.cudaHostUnregister(address)
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +174,9 @@ def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable
     return wait
 
 
-_ENGINES: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
+@functools.cache
+def _engine(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _copy(
@@ -195,9 +185,7 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
-    if (device, direction) not in _ENGINES:
-        _ENGINES[device, direction] = torch.cuda.Stream(device)
-    stream = _ENGINES[device, direction]
+    stream = _engine(device, direction)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         after()  # waits on the current stream, the stream of this copy
