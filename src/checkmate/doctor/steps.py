@@ -157,9 +157,7 @@ def _figures(
         "measured_bytes": planned.peak_bytes,
         "keep_all_bytes": keep_all.peak_bytes,
         "reserved_bytes": planned.reserved_bytes,
-        "predicted_reserved_bytes": allocator_peaks(planned.graph, planned.result.plan, sizes).reserved_bytes
-        if predicted
-        else None,
+        "predicted_reserved_bytes": predicted,
         "identical": kept["identical"],
         "overhead": round(planned.result.overhead, 4),
         "time_ratio": round(time_s / keep_all_s, 4),

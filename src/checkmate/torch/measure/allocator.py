@@ -92,10 +92,9 @@ class ReservedMemory:
     """
 
     def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
-        self._device, self._checked = device, False
+        self._device, self._checked = None if device is None else torch.device(device.type, _index(device)), False
         pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
-        index = None if device is None else device.index if device.index is not None else torch.cuda.current_device()
-        self._key = index, pooled
+        self._key = None if device is None else _index(device), pooled
         self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -174,7 +173,11 @@ def warm_up(device: torch.device | None) -> None:
     the workspace.
     """
     if device is not None:
-        _products(device.type, device.index if device.index is not None else torch.cuda.current_device())
+        _products(device.type, _index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
