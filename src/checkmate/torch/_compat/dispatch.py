@@ -83,6 +83,12 @@ def dispatches_in_python(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
+def cudnn_reserve_bytes(x: torch.Tensor) -> int:
+    """Bytes that cuDNN's BatchNorm saves for its backward besides its statistics; 0 without a CUDA device."""
+    there = x.device.type == "cuda" and torch.cuda.is_available()
+    return torch._C._get_cudnn_batch_norm_reserve_space_size(x, True) if there else 0  # type: ignore[attr-defined]
+
+
 def fake_tensor_on(tensor: FakeTensor, device: torch.device) -> FakeTensor:
     """A fake tensor relabelled for another device."""
     mode = tensor.fake_mode

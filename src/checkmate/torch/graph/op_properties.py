@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
@@ -26,6 +26,9 @@ BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
 """BatchNorm without running statistics; its outputs 0 to 2 are bitwise equal to `BATCH_NORM`'s."""
+
+BATCH_NORM_UPDATE = aten._batch_norm_with_update.default
+"""BatchNorm in training by the kernel that eager mode selects; it updates running statistics in place (`passes.batch_norm`)."""
 
 PURE = ("aten", "prims", "checkmate")
 """Namespaces whose schemas are complete: their ops have no effect except on the arguments marked as written."""
@@ -73,7 +76,7 @@ def op_properties(node: torch.fx.Node) -> OpProperties:
         mutates=mutates,
         effect=effect,
         sequenced=effect and (collective or not mutates or target.namespace not in PURE),
-        pinned=effect or must_save or seeds or (random and _device(node) is None),
+        pinned=(effect and target is not BATCH_NORM_UPDATE) or must_save or seeds or (random and _device(node) is None),
     )
 
 
@@ -86,23 +89,17 @@ def op_names(node: torch.fx.Node) -> tuple[str, ...]:
 
 def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Input nodes whose values an op uses, without duplicates."""
-    return _inputs_without(node, unused_arguments(node))
-
-
-def content_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Input nodes whose content decides on those results of an op that are gradients or lead to gradients.
-
-    A BatchNorm in training reads its running statistics only to update them.
-    """
-    return _inputs_without(node, (3, 4) if trains_batch_norm(node) else ())
-
-
-def _inputs_without(node: torch.fx.Node, positions: tuple[int, ...]) -> list[torch.fx.Node]:
-    if not positions:
+    if not unused_arguments(node):
         return node.all_input_nodes
     found: dict[torch.fx.Node, None] = {}
-    torch.fx.map_arg(([a for i, a in enumerate(node.args) if i not in positions], dict(node.kwargs)), found.setdefault)
+    torch.fx.map_arg((used_arguments(node), dict(node.kwargs)), found.setdefault)
     return list(found)
+
+
+def used_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of an op; None for those that it ignores."""
+    skip = unused_arguments(node)
+    return tuple(None if i in skip else a for i, a in enumerate(node.args))
 
 
 def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
@@ -111,8 +108,8 @@ def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
     The backward of a BatchNorm in training ignores the running statistics. If it kept them alive, it would hold buffers that
     the forward has already updated.
     """
-    ignores = node.target is aten.native_batch_norm_backward.default and node.args[7:8] == (True,)
-    return (3, 4) if ignores else ()
+    backward = node.target in (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+    return (3, 4) if backward and node.args[7:8] == (True,) else ()
 
 
 def makes_views(node: torch.fx.Node) -> bool:
@@ -136,7 +133,16 @@ def is_pointwise(node: torch.fx.Node) -> bool:
 
 def trains_batch_norm(node: torch.fx.Node) -> bool:
     """Whether a node is a BatchNorm in training, which updates running statistics."""
-    return node.target is BATCH_NORM and node.args[5] is True
+    return node.target is BATCH_NORM_UPDATE or (node.target is BATCH_NORM and node.args[5] is True)
+
+
+def without_update(target: object, arguments: Sequence[Any]) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The op, with its arguments, that computes a BatchNorm in training again, without its running statistics."""
+    x, weight, bias, _, _, *rest = arguments
+    if target is BATCH_NORM:
+        return BATCH_NORM_NO_STATS, (x, weight, bias, *rest)
+    # It updates copies of the statistics that it is given, and those of no other op depend on them: weights will do.
+    return aten._batch_norm_with_update_functional.default, (x, weight, bias, weight, bias, *rest)
 
 
 def is_collective(node: torch.fx.Node) -> bool:

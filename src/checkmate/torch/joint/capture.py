@@ -19,6 +19,7 @@ from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import in_backward, is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.op_properties import (
+    BATCH_NORM_UPDATE,
     DESCRIPTION,
     FORWARD_ONLY,
     Mutators,
@@ -33,7 +34,7 @@ from checkmate.torch.graph.op_properties import (
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import rng_state_bytes
-from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 from checkmate.torch.graph.symbolic import size_arithmetic
 from checkmate.torch.graph.traced import results
 from checkmate.torch.joint.values import Values
@@ -299,14 +300,15 @@ class _Builder:
             later.add(self.boundary)
         replay = rng_state_bytes(node) if op.properties.random and not op.properties.pinned else 0
         replayed = rng_state_bytes(node) if node.target is run_with_rng_state else 0
+        again = sum(map(storage_bytes, node.meta["val"][1:3])) if node.target is BATCH_NORM_UPDATE else 0
         return Op(
             name=node.name,
             inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
             # A replay saves the generator's current state, to restore it. A graph has no workspace for recomputations alone:
-            # the state counts for every computation of a random op.
-            workspace_bytes=cost.workspace_bytes + replay + replayed,
+            # the state counts for every computation of a random op, and the statistics that a recomputation of a BatchNorm makes.
+            workspace_bytes=cost.workspace_bytes + replay + replayed + again,
             replay_bytes=replay,
             recomputable=not (
                 op.properties.pinned

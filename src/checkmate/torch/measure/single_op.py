@@ -21,7 +21,7 @@ from torch import fx
 from checkmate.torch._compat.dispatch import OpOverload, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import keep_busy, memory_trace
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
-from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, unused_arguments
+from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, used_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
@@ -57,8 +57,7 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return node.args[0], tuple(node.args[1:]), dict(node.kwargs)
     if node.target is run_with_rng_state:
         return node.args[1], tuple(node.args[2:]), dict(node.kwargs)
-    skip = unused_arguments(node)
-    return node.target, tuple(None if i in skip else a for i, a in enumerate(node.args)), dict(node.kwargs)
+    return node.target, used_arguments(node), dict(node.kwargs)
 
 
 def needed_bytes(node: fx.Node) -> int:

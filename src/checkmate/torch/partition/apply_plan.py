@@ -29,12 +29,14 @@ from checkmate.core.errors import OptionError
 from checkmate.core.plan import Compute, Discard, Fetch, Free, Offload, Plan
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.graph.op_properties import (
-    BATCH_NORM_NO_STATS,
+    BATCH_NORM,
+    BATCH_NORM_UPDATE,
     op_properties,
     random_op,
     tagged_random,
     trains_batch_norm,
-    unused_arguments,
+    used_arguments,
+    without_update,
 )
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.symbolic import size_arithmetic
@@ -165,9 +167,7 @@ class _Writer:
                 self._tag(self._copy(used), used)
         first = o not in self.done
         self.done.add(o)
-        skip = unused_arguments(node)
-        args = tuple(None if i in skip else self._now(a) for i, a in enumerate(node.args))
-        kwargs = {k: self._now(v) for k, v in node.kwargs.items()}
+        args, kwargs = self._now((used_arguments(node), dict(node.kwargs)))
         emitted: list[fx.Node]
         getitems = member.getitems
         if self.times[o] > 1 and op_properties(node).random:
@@ -176,14 +176,14 @@ class _Writer:
             else:
                 new = emit_replay(self.graph, node, self.state[o], args, kwargs)
                 emitted = [new]
-        elif trains_batch_norm(node) and not with_stats:
-            # Outputs 0 to 2 are equal to the bit, and it does not read the running statistics, which the step may have
+        elif trains_batch_norm(node) and not (first if node.target is BATCH_NORM_UPDATE else with_stats):
+            # Other outputs are equal to the bit, and it does not read the running statistics, which the step may have
             # overwritten since the first computation.
-            x, weight, bias, _, _, _, momentum, eps = args
-            new = self.graph.call_function(BATCH_NORM_NO_STATS, (x, weight, bias, True, momentum, eps))
-            new.meta = {**node.meta, "val": tuple(node.meta["val"][:3])}
+            new = self.graph.call_function(*without_update(node.target, args))
+            made = tuple(node.meta["val"][: 3 if node.target is BATCH_NORM else 4])
+            new.meta = {**node.meta, "val": made}
             emitted = [new]
-            getitems = tuple(g for g in getitems if g.args[1] < 3)  # type: ignore[operator]
+            getitems = tuple(g for g in getitems if g.args[1] < len(made))  # type: ignore[operator]
         else:
             new = self.graph.create_node(node.op, node.target, args, kwargs)
             new.meta = dict(node.meta)
@@ -200,8 +200,8 @@ class _Writer:
         AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, for example mutations of inputs. A
         computation on the other side is a recomputation, which gets the plain tag of its side.
 
-        A random op must stay on its side: the partitioner takes it for impure and would copy it, unread, to the other side, with
-        all that it reads. Attention kernels are tagged as random even without dropout.
+        A random or mutating op must stay on its side: the partitioner takes it for impure and would copy it, unread, to the other
+        side, with all that it reads. Attention kernels are tagged as random even without dropout.
         """
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
@@ -210,7 +210,7 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= tagged_random(emitted) or random_op(emitted) is not None
+        must |= tagged_random(emitted) or random_op(emitted) is not None or emitted.target is BATCH_NORM_UPDATE
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

@@ -22,6 +22,7 @@ from checkmate.torch.measure.profiler import announce_measurements, is_guessed, 
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
+from checkmate.torch.passes.batch_norm import use_cudnn_batch_norm
 from checkmate.torch.passes.gradients import accumulating, apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
@@ -128,6 +129,7 @@ def _partition(
         examine=task.examine,
     )
     task.relabel(prepared.graph)
+    use_cudnn_batch_norm(prepared.graph)
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
     accumulated = task.accumulated(len(inputs))
     if accumulated:
@@ -200,6 +202,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     prepared = prepare(module, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
+    use_cudnn_batch_norm(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
     imposed = apply_plan(capture, result.plan)
     with within_room(room):

@@ -22,7 +22,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.op_properties import content_inputs, random_op
+from checkmate.torch.graph.op_properties import BATCH_NORM, random_op, trains_batch_norm, used_arguments, without_update
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
 from checkmate.torch.measure.resident import within_room
@@ -263,14 +263,16 @@ class PlannedGraph:
         graph = accumulating(self.traced.whole.joint, self.num_outputs, frozenset()).graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
+        for node in graph.nodes:
+            node.args = used_arguments(node)
         for node in reversed(list(graph.nodes)):
             # A random op advances the generator for those after it, whether or not its result is read.
             if node.op == "call_function" and not node.users and random_op(node) is None:
                 graph.erase_node(node)
+            elif trains_batch_norm(node) and (node.target is not BATCH_NORM or all(u.args[1] < 3 for u in node.users)):
+                node.target, node.args = without_update(node.target, node.args)
         inputs = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-        # The running statistics of a BatchNorm in training do not decide the gradients.
-        reads = [any(n in content_inputs(user) for user in n.users) for n in inputs]
-        read = [k for k, n in enumerate(inputs) if reads[k] and isinstance(n.meta.get("val"), torch.Tensor)]
+        read = [k for k, n in enumerate(inputs) if n.users and isinstance(n.meta.get("val"), torch.Tensor)]
         return boxed(fx.GraphModule(self.traced.whole.joint, graph)), read
 
     @functools.cached_property
