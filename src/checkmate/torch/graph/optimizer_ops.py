@@ -2,7 +2,8 @@
 
 ``checkmate::gradient_ready`` marks a gradient in the traced program. It has no side effect: AOTAutograd therefore leaves it in
 place. The pass `apply_optimizer_in_backward` replaces it by ``checkmate::update``, which overwrites the parameter by calling the
-optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's.
+optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's. In a module that runs a plan, one call of
+`update_parameters` may take the place of several updates.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,19 +61,42 @@ class Updates:
         g, i = self._at[which]
         return self.optimizer.param_groups[g]["params"][i]
 
-    def run(self, which: int, gradient: torch.Tensor) -> None:
-        """Update one parameter: run the optimizer's step with all other parameters removed from its groups."""
-        g, i = self._at[which]
+    def run(self, which: Iterable[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Update some parameters in one call: run the optimizer's step with all other parameters removed from its groups."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        group, parameters = groups[g], groups[g]["params"]
-        parameter = parameters[i]
-        parameter.grad = gradient
-        optimizer.param_groups, group["params"] = [group], [parameter]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for k, gradient in zip(which, gradients, strict=True):
+            g, i = self._at[k]
+            parameter = groups[g]["params"][i]
+            parameter.grad = gradient
+            chosen.setdefault(g, []).append(parameter)
+        complete = [(groups[g], groups[g]["params"]) for g in chosen]
+        optimizer.param_groups = [group for group, _ in complete]
+        for g, parameters in chosen.items():
+            groups[g]["params"] = parameters
         try:
             self.step(optimizer)
         finally:
-            optimizer.param_groups, group["params"] = groups, parameters
-            parameter.grad = None
+            optimizer.param_groups = groups
+            for group, parameters in complete:
+                for parameter in group["params"]:
+                    parameter.grad = None
+                group["params"] = parameters
+
+    def workspace_bytes(self, alone: Mapping[int, int]) -> int:
+        """Most bytes of temporary tensors of one call for some parameters, given those of each parameter alone.
+
+        ``foreach`` has the temporary tensors of a whole group at once, and is the default on CUDA. A loop over parameters frees
+        those of a parameter when it has made those of the next one.
+        """
+        sizes: dict[int, list[int]] = {}
+        for which, size in alone.items():
+            loops = self.parameter(which).device.type == "cpu" and not self.group(which).get("foreach")
+            known = sizes.setdefault(self.group_index(which), [])
+            known.append(size)
+            if loops:
+                known[:] = sorted(known)[-2:]
+        return max(map(sum, sizes.values()))
 
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
@@ -161,7 +185,12 @@ def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimi
 
 @torch.library.impl(_library, "update", "CompositeExplicitAutograd")
 def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> None:
-    _LIVE[optimizer].run(which, gradient)
+    update_parameters((gradient,), optimizer, (which,))
+
+
+def update_parameters(gradients: Sequence[torch.Tensor], optimizer: int, which: Sequence[int]) -> None:
+    """Update the parameters ``which`` of an optimizer by their gradients, in one call."""
+    _LIVE[optimizer].run(which, gradients)
 
 
 def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:

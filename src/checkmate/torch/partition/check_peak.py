@@ -29,6 +29,7 @@ from checkmate.torch.graph.storages import is_scalar, leaves, storage_bytes, sto
 from checkmate.torch.graph.traced import results
 from checkmate.torch.joint.capture import Costs
 from checkmate.torch.partition.copies import COPY_FUNCTIONS
+from checkmate.torch.partition.update_groups import WORKSPACE
 
 
 class SplitError(CheckmateError, RuntimeError):
@@ -82,7 +83,7 @@ class _Liveness:
         self.extra: dict[int, int] = {}  # time to workspace in bytes
         nodes = [n for m in modules for n in m.graph.nodes if n.op == "call_function"]
         run = [n for n in nodes if n.target is not operator.getitem and n.target not in COPY_FUNCTIONS]
-        self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
+        self.workspace = {n: n.meta.get(WORKSPACE, c.workspace_bytes) for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int | None]]) -> None:
         """Visit the nodes of a module; a backward gets the values that the forward saved, by name."""

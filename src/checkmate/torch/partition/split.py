@@ -16,12 +16,14 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
+from checkmate.frontend.counted_memory import Counted
 from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.measure.profiler import announce_measurements, is_guessed, lacked_room
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
+from checkmate.torch.partition.update_groups import call_in_groups, group_updates
 from checkmate.torch.passes.batch_norm import use_cudnn_batch_norm
 from checkmate.torch.passes.gradients import accumulating, apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
@@ -45,6 +47,7 @@ class Task:
     on_planned: Callable[[CapturedJoint, Result], None]  # called before anything runs
     on_unplannable: Callable[[GraphError], None]  # raises, or returns and the graph runs as in PyTorch
     hold_last: bool = False  # the caller still holds the results of the step before
+    counted: Counted | None = None  # bytes of a plan that count against the budget
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs (of ``count``) whose gradients it adds up
@@ -192,8 +195,10 @@ def _without_guesses(capture: Capture) -> Capture:
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=ops))
 
 
-def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
+def plan_whole_step(module: fx.GraphModule, task: Task, *, grouped: bool = True) -> fx.GraphModule:
     """The module of a whole step that runs a plan; the given module, from AOTAutograd's inference compiler, is not changed.
+
+    Updates that can wait for others at no higher peak run together if ``grouped``.
 
     Raises:
         SplitError: The module would take more memory than planned.
@@ -204,7 +209,10 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
-    imposed = apply_plan(capture, result.plan)
+    plan, groups = group_updates(capture, result.plan, task.counted) if grouped else (result.plan, [])
+    result = msgspec.structs.replace(result, plan=plan)
+    imposed = apply_plan(capture, plan)
+    call_in_groups(imposed, groups)
     with within_room(room):
         _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
     task.on_planned(CapturedJoint(capture, whole, task, {}), result)

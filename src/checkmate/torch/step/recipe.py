@@ -288,12 +288,13 @@ class StepRecipe:
 
 def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
     """Run a program that includes the updates; nothing else is left to do."""
-    if any(p.grad is not None for p in updates.parameters):
+    parameters = updates.parameters
+    if any(p.grad is not None for p in parameters):
         raise OptionError(
             "gradients of an earlier backward are there, and a whole step would not use them",
             hint="call optimizer.zero_grad(set_to_none=True) before the step, or compile it with whole=False",
         )
-    if any(map(has_gradient_hook, updates.parameters)):
+    if any(map(has_gradient_hook, parameters)):
         raise OptionError(
             "a parameter has a hook that was registered after the step was compiled, and that no gradient would reach",
             hint="register it before checkmate.torch.compile, or compile with whole=False",
