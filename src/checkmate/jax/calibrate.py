@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkmate.core.budget import Budget
+from checkmate.core.budget import Budget, fixed_bytes
 from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
@@ -29,7 +29,7 @@ from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
-from checkmate.frontend.planner import Replanner, planner_for
+from checkmate.frontend.planner import Replanner, keep_everything, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax._compat import as_varying, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
@@ -194,13 +194,20 @@ def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBu
 
 
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Result, int]:
-    """The cheapest plan found whose compiled bytes keep a budget, and the budget in bytes."""
+    """The cheapest plan found whose compiled bytes keep a budget, and the budget in bytes.
+
+    A share is one of the compiled bytes of keeping everything. This compilation is the first trial.
+    """
     graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
-    budget = wanted.resolve(graph)
+    whole = keep_everything(graph) if wanted.total_bytes is None else None
+    most = 0 if whole is None else resident + compilation.temp_bytes(whole)
+    budget = wanted.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
     replanner = Replanner(graph, options)
     # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
     trials: Calibration[Result | None] = Calibration(budget, policy)
+    if whole is not None:
+        trials.record(Trial.of(budget, whole, most, whole))
     smallest: Result | None = None
     failure: InfeasibleBudgetError | PlanNotFoundError | None = None
 

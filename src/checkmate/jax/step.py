@@ -92,8 +92,8 @@ def plan(
         specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place. Python numbers are traced, as in `jax.jit`.
             Strings, functions and the like are constants of the plan.
         budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share
-            like ``"70%"``: the fixed bytes plus 70 % of the further bytes that keeping everything needs. None keeps
-            everything.
+            like ``"70%"``: the fixed bytes plus 70 % of the further bytes that keeping everything needs as XLA compiles it. None
+            keeps everything.
         costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
             of a device, like ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
