@@ -106,6 +106,8 @@ class Loop:
             trials.record(self._compiled(chosen, target))
         for arrangement in smallest:
             best = trials.best()
+            if best is not None and len(trials.trials) >= policy.most_trials:
+                break
             untried = all(trial.outcome != arrangement for trial in trials.trials)
             if untried and (best is None or arrangement.cost < best.outcome.cost):
                 trials.record(self._compiled(arrangement, budget_bytes))
