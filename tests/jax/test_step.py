@@ -56,12 +56,14 @@ def test_steps_train_the_same(planned, arguments):
     assert difference(expected[0], given[0]) < 1e-4
 
 
-def test_without_fences_nothing_is_saved(planned):
-    """The fences are necessary: without them XLA merges each recomputation with the first computation."""
+@pytest.mark.parametrize("options", [{}, None], ids=["plain", "options"])
+def test_without_fences_nothing_is_saved(planned, options):
+    """Fences are necessary, and selects if XLA removes fences: without, XLA merges recomputations with first computations."""
     capture, plan = planned._planned.capture, planned.plan
     open_program = PlannedProgram(capture, plan)
     open_program._fences.clear()
-    assert temp_bytes(lambda *a: open_program(a), specs_of(capture)) > 1.1 * planned.temp_bytes
+    open_program._selects = False
+    assert temp_bytes(lambda *a: open_program(a), specs_of(capture), options=options) > 1.1 * planned.temp_bytes
 
 
 def barriers(step, order, *arguments):

@@ -90,3 +90,27 @@ def traced_as(eqn: Any) -> Iterator[None]:
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""Option for compilers that remove barriers too early, before the last pass that merges computations: jaxlib 0.10 on CPUs."""
+
+
+@functools.cache
+def removes_barriers(backend: str) -> bool:
+    """Whether XLA without the options merges a product of matrices with its recomputation behind a barrier."""
+
+    def probe(x: jax.Array) -> jax.Array:
+        first = jnp.tanh(x @ x)
+        again, first = jax.lax.optimization_barrier((x, first))
+        return first + jnp.tanh(again @ again)
+
+    def products(options: dict[str, str]) -> int:
+        spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        try:
+            text = jax.jit(probe).lower(spec).compile(compiler_options=dict(options)).as_text() or ""
+        except jax.errors.JaxRuntimeError:  # a compiler without this option
+            return 0
+        return sum(" dot(" in line or "custom-call(" in line for line in text.splitlines())
+
+    return products({}) < 2 <= products(BARRIERS_TO_THE_END)

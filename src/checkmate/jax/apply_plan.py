@@ -5,6 +5,9 @@ depends on all earlier computations, and all later ones depend on it. XLA also k
 alone, but then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again behind a fence,
 because XLA would store a value and its view as two buffers.
 
+XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time. There a recomputation also
+reads an operand behind a select, whose condition is always true and depends on the newest value.
+
 Fences change XLA's fusions, and therefore the rounding. In an exact program every op stands alone between barriers, and XLA
 compiles it to the same instructions in every plan (docs/decisions/0010).
 """
@@ -12,14 +15,15 @@ compiles it to the same instructions in every plan (docs/decisions/0010).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import varying_axes
+from checkmate.jax._compat import removes_barriers, varying_axes
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.graph.trace import result, trace_flat
 
@@ -31,7 +35,7 @@ class PlannedProgram:
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
-        self.capture, self._exact = capture, exact
+        self.capture, self._exact, self._selects = capture, exact, not exact and removes_barriers(jax.default_backend())
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
@@ -63,18 +67,40 @@ class PlannedProgram:
         return [result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
+        seen, selected = set(self.order[:start]), set[int]()
         for p in range(start, stop):
+            op = self.order[p]
             if p in self._fences:
                 values.update(behind_barriers(values, self._fences[p].values))
                 self._view_again(values, self._fences[p])
-            self._compute(values, self.order[p])
+            if self._selects and op in seen:
+                self._compute(values, op, selected, self._newest(values, p))
+                selected.update(self.capture.outputs[op])
+            else:
+                self._compute(values, op)
+            seen.add(op)
 
-    def _compute(self, values: dict[int, Any], op: int) -> None:
+    def _compute(self, values: dict[int, Any], op: int, selected: Set[int] = frozenset(), newest: Any = None) -> None:
+        """Compute an op. Given a value, every equation depends on this value, or on an input that does (`selected`)."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
+        dependent = set(selected)
         for equation in self.capture.members[op]:
+            if newest is not None and dependent.isdisjoint(equation.read):
+                # In `jax.shard_map` a value that is the same on all devices would vary after the select.
+                usable = [v for v in equation.read if varying_axes(newest) <= varying_axes(local[v])]
+                for v in sorted(usable, key=self.capture.trace.size_bytes)[:1]:
+                    local[v] = selected_by(newest, local[v])
+                    dependent.add(v)
+            if not dependent.isdisjoint(equation.read):
+                dependent.update(equation.outputs)
             local.update(equation.computed(local))
         values.update({v: local[v] for v in self.capture.outputs[op]})
+
+    def _newest(self, values: Mapping[int, Any], position: int) -> Any:
+        """The newest floating-point value that was made before a position of the order; None if there is none."""
+        made = (v for op in reversed(self.order[:position]) for v in self.capture.outputs[op] if v in values)
+        return next((values[v] for v in made if values[v].size and jnp.issubdtype(values[v].dtype, jnp.floating)), None)
 
     def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
         for op in stored.views:
@@ -175,6 +201,14 @@ def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[i
     for some in by_axes.values():
         found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
     return found
+
+
+def selected_by(newest: jax.Array, value: jax.Array) -> jax.Array:
+    """A value, computed by a select whose condition is true whatever the newest value is; XLA cannot tell that it is."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(selected_by(newest, jax.random.key_data(value)), impl=jax.random.key_impl(value))
+    bits = jax.lax.bitcast_convert_type(jnp.ravel(newest)[0], f"uint{8 * newest.dtype.itemsize}")
+    return jnp.where((bits | 1) != 0, value, jnp.zeros((), value.dtype))
 
 
 def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:

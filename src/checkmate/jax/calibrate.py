@@ -31,15 +31,12 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import as_varying, varying_axes
+from checkmate.jax._compat import BARRIERS_TO_THE_END, as_varying, removes_barriers, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
-
-_BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""Option for compilers that remove barriers too early, before the last pass that merges computations: jaxlib 0.10 on CPUs."""
 
 _told: set[str] = set()
 """Backends whose options the user has asked for, or about which the user was warned."""
@@ -129,12 +126,12 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        specs = specs_of(self.capture)
+        compiled = functools.partial(temp_bytes, donated=self.donated, options=_options() if self.exact else {})
         if not self.axes:
-            return temp_bytes(lambda *arguments: program(arguments), specs, self.donated)
+            return compiled(lambda *arguments: program(arguments), specs_of(self.capture))
         # A separate thread is outside of the transformations around this call, which have these axes already.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(temp_bytes, _on_mesh(program, self.axes), specs, self.donated).result()
+            return thread.submit(compiled, _on_mesh(program, self.axes), specs_of(self.capture)).result()
 
 
 def _on_mesh(program: PlannedProgram, axes: Mapping[str, int]) -> Callable[..., Any]:
@@ -177,7 +174,7 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             result, budget = _calibrated(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
-    if result.overhead > 1:
+    if result.overhead > 1 and compilation.exact:
         _warn_of_undone_fences()
     needed = compilation.temp_bytes(result) if compilation.verify else None
     return Planned(compilation.capture, result, budget, needed)
@@ -241,24 +238,27 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     return min(results, key=lambda result: result.cost), budget
 
 
-def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
+def temp_bytes(
+    function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), options: dict[str, str] | None = None
+) -> int:
     """Bytes of temporary values that XLA allocates for a function of flat arrays, above its arguments and results.
 
-    The function is compiled but not run. Results may reuse the buffers of donated arguments.
+    The function is compiled but not run, with `compiler_options` by default. Results may reuse the buffers of donated arguments.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
     # LLVM's optimization takes half of the time, and comes after XLA has allocated buffers.
     quickly = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
-    options: Any = _options() | quickly
-    analysis: Any = jitted.lower(*arguments).compile(compiler_options=options).memory_analysis()
+    chosen: Any = (_options() if options is None else options) | quickly
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 
 def compiler_options() -> dict[str, str]:
-    """Options of `jax.jit` with which XLA respects recomputations on the default device.
+    """Options of `jax.jit` with which XLA respects exact plans and `jax.checkpoint` on the default device.
 
     Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
-    for the last time. Recomputations, also those of `jax.checkpoint`, then merge with the first computation and save nothing.
+    for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing. Plans that are
+    not exact need no options; with them, they often take fewer bytes.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.
@@ -278,7 +278,7 @@ def _warn_of_undone_fences() -> None:
         return
     _told.add(backend)
     _log.warning(
-        "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile "
+        "XLA for %s in this jaxlib removes barriers: an exact plan saves nothing, and its bits may differ. Compile "
         "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
         "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
         backend,
@@ -286,24 +286,4 @@ def _warn_of_undone_fences() -> None:
 
 
 def _options() -> dict[str, str]:
-    return dict(_BARRIERS_TO_THE_END) if _need_options(jax.default_backend()) else {}
-
-
-@functools.cache
-def _need_options(backend: str) -> bool:
-    """Whether XLA without the options merges a product of matrices with its recomputation behind a fence."""
-
-    def probe(x: jax.Array) -> jax.Array:
-        first = jnp.tanh(x @ x)
-        again, first = jax.lax.optimization_barrier((x, first))
-        return first + jnp.tanh(again @ again)
-
-    def products(options: dict[str, str]) -> int:
-        spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        try:
-            text = jax.jit(probe).lower(spec).compile(compiler_options=dict(options)).as_text() or ""
-        except jax.errors.JaxRuntimeError:  # a compiler without this option
-            return 0
-        return sum(" dot(" in line or "custom-call(" in line for line in text.splitlines())
-
-    return products({}) < 2 <= products(_BARRIERS_TO_THE_END)
+    return dict(BARRIERS_TO_THE_END) if removes_barriers(jax.default_backend()) else {}
