@@ -16,6 +16,8 @@ QUICK = ("attention", "batch_norm", "in_place")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
 def test_recomputing_everything_changes_no_bit(name: str) -> None:
     """A recomputation is the same kernel on the same inputs with the same random state."""
+    if name == "in_place" and torch.__version__ < (2, 13):
+        pytest.skip("AOTAutograd before 2.13 rounds add_(x, alpha=a) twice: other bits than eager mode without any plan")
     model, x = NETWORKS[name](), input_of(name)
 
     def loss() -> torch.Tensor:

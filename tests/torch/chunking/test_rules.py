@@ -90,6 +90,7 @@ def test_rules_that_regions_need_are_known() -> None:
     assert {Rule((SUM,), (tokens, tokens)), Rule((COLUMNS,), (Split((2,)), WHOLE))} <= {*embedded}
     assert Rule((ROWS,), (tokens,)) in rules_of_call(aten.view.default, grad, [6, 4])
     assert Rule((tokens,), (ROWS,)) in rules_of_call(aten.view.default, x, [2, 3, 4])
+    assert Rule((COLUMNS,), (WHOLE, COLUMNS)) in rules_of_call(aten.mul.Tensor, r(6, 1), x)
     q = r(2, 3, 5, 4)
     attended = rules_of_call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q)
     assert {(COLUMNS, COLUMNS), (Split((2,)), Split((2,)))} <= {rule.outputs for rule in attended}
@@ -207,7 +208,7 @@ def test_another_torch_costs_rules_and_one_message(fails: Callable[..., list[Any
     """Private names of torch move; chunking of fewer ops is better than no plan."""
     fails("torch.distributed.tensor.DeviceMesh.__init__", TypeError("another signature"))
     assert rules_of_call(aten.mm.default, r(6, 5), r(5, 4)) == ()
-    assert rules_of_call(aten.relu.default, r(6, 5)) == ()
+    assert rules_of_call(aten._softmax.default, r(6, 5), 1, False) == ()
     assert rules_of_call(aten.embedding.default, r(6, 5), torch.arange(6)) != ()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -221,10 +222,11 @@ def test_a_rule_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
 
     library = sharding._library()
     assert library is not None
-    library._direct = {**library._direct, aten.relu.default: fails}
+    library._direct = {**library._direct, aten._softmax.default: fails}
+    library._strategies = {**library._strategies, aten._softmax.default: fails}
     for shape in ((6, 5), (7, 5)):
-        assert rules_of_call(aten.relu.default, r(*shape)) == ()
-    assert [record.message for record in caplog.records if "aten.relu" in record.message] == [caplog.records[-1].message]
+        assert rules_of_call(aten._softmax.default, r(*shape), 1, False) == ()
+    assert [record.message for record in caplog.records if "aten._softmax" in record.message] == [caplog.records[-1].message]
 
 
 NO_RULE = {

@@ -144,7 +144,7 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     assert plan.result.gap < 0.05
     unbroken, planned = compiled(whole, budget=plan.result.budget_bytes, **QUICK)
     unbroken(x).backward()
-    assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.03)
+    assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.05)
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -133,7 +133,9 @@ def test_gradients_that_exist_before_anything_is_compiled(broken: bool) -> None:
     (x, y), *_ = micro_batches()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    run = torch.compile(model, backend="checkmate", options={"budget": "95%", **QUICK})
+    # AOTAutograd of PyTorch 2.11 holds the gradients that a backward is given until it is over: nothing can be given up.
+    budget = "95%" if torch.__version__ >= (2, 13) else "100%"
+    run = torch.compile(model, backend="checkmate", options={"budget": budget, **QUICK})
     resident = sum(p.nbytes for p in model.parameters()) + x.nbytes + y.nbytes
     for existing in (True, True, False, True):
         if not existing:

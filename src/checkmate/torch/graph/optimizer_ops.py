@@ -8,11 +8,9 @@ optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's. 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +100,7 @@ class Updates:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
         group = self.group(which)
         dummy = torch.nn.Parameter(parameter)
-        shadow = type(self.optimizer)([dummy])  # Adagrad of PyTorch 2.11 has no state but the one that it is constructed with
+        shadow = _new(self.optimizer, dummy)
         shadow.param_groups = [{**group, "params": [dummy]}]
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -142,11 +140,15 @@ class Updates:
 
 def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer's first step would create for a parameter; the optimizer is not changed."""
-    shadow = copy.copy(optimizer)
-    shadow.state = defaultdict(dict)
+    shadow = _new(optimizer, parameter)
     if parameter.is_meta and group.get("fused"):  # a fused one refuses meta; its step counter is on the device of the parameter
         group = {**group, "fused": False, "capturable": True}
     return _initialise(shadow, group, parameter)
+
+
+def _new(optimizer: optim.Optimizer, parameter: torch.Tensor) -> optim.Optimizer:
+    """An optimizer without steps: a shallow copy would have no state, and Adagrad of PyTorch 2.11 makes it when constructed."""
+    return type(optimizer)([parameter])
 
 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -349,10 +349,9 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     # For cumulative sums, torch's rules take a negative dimension for another dimension.
     (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
               aten.glu.default, aten.glu_backward.default, aten.scatter.value)),
-    # Not marked as pointwise in torch, or marked but without a rule there; the first two lines have one since PyTorch 2.13.
-    (_elementwise, (aten.elu.default, aten.hardshrink.default, aten.hardsigmoid.default, aten.hardtanh.default,
-                    aten.leaky_relu.default, aten.mish.default, aten.ne.Tensor, aten.softplus.default, aten.softshrink.default,
-                    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
+    # Not marked as pointwise in torch.
+    (_elementwise, (aten.leaky_relu.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default,
+                    aten.elu_backward.default,
                     aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
                     aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
                     aten.log_sigmoid_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default,
@@ -397,5 +396,12 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
                    aten.native_batch_norm_backward.default)),
 )  # fmt: skip
 
-OWN_RULES: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
-"""Op to the function that computes its rules; torch's library is not asked for these ops."""
+_OF_OP: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
+
+
+def own_rules(op: OpOverload) -> OwnRules | None:
+    """The function that computes the rules of an op; None if torch's library is to be asked.
+
+    The library of PyTorch 2.11 does not cut what the first operand of a pointwise op broadcasts.
+    """
+    return _OF_OP.get(op, _elementwise if torch.Tag.pointwise in op.tags else None)
