@@ -70,7 +70,7 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-QUICK = ("nesterov", "adamw", "foreach")
+QUICK = ("nesterov", "adamw", "adagrad", "foreach")
 """Those that run every time."""
 
 

@@ -130,8 +130,8 @@ def _added(call: OpCall) -> Iterator[tuple[int, int]]:
 @_dimensions
 def _padded(call: OpCall) -> Iterator[tuple[int, int]]:
     """Padding; dimensions that stay as long as they are can be cut."""
-    rank, pad = len(call.shapes[0]), call["pad"]
-    return ((d, d) for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2]))
+    rank = len(call.shapes[0])
+    return ((d, d) for d in range(rank) if not any(call["pad"][2 * (rank - 1 - d) :][:2]))
 
 
 @_dimensions
@@ -315,10 +315,9 @@ def _group_norm(call: OpCall) -> Iterator[Rule]:
 
 def _layer_norm(call: OpCall) -> Iterator[Rule]:
     """Layer and RMS norms: the gradients of weight and bias are sums over all that has its own statistics."""
-    shape = call["input"].shape
-    for d in range(len(shape) - len(call["normalized_shape"])):
-        parameters = d if call["grad_out"] is None else SUM  # or the statistics
-        yield call.rule(d, *[parameters] * (len(call.outputs) - 1), grad_out=d, input=d, mean=d, rstd=d)
+    for d in range(len(call["input"].shape) - len(call["normalized_shape"])):
+        others = [d if call["grad_out"] is None else SUM] * (len(call.outputs) - 1)
+        yield call.rule(d, *others, grad_out=d, input=d, mean=d, rstd=d)
 
 
 def _batch_norm(call: OpCall) -> Iterator[Rule]:
