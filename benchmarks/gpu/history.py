@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.oom.replay import moment_of
-from checkmate.oom.snapshot import Snapshot
+from checkmate.oom.snapshot import Event, Snapshot
 
 
 class ReplayedHistory(NamedTuple):
@@ -29,7 +31,10 @@ def replayed_history(snapshot: Snapshot, device: int | None = None) -> ReplayedH
     The model begins with the segments and blocks that are recorded for the beginning. It returns its cached segments when the
     allocator returned any, for which a recording does not tell the reason; expandable segments stay as they are.
     """
-    start = moment_of(snapshot, device, beginning=True)
+    device = moment_of(snapshot, device).device
+    trace = snapshot.device_traces[device] if device < len(snapshot.device_traces) else []
+    first = [[]] * device + [[Event(action="oom"), *(event for event in trace if event.action != "oom")]]
+    start = moment_of(msgspec.structs.replace(snapshot, device_traces=first), device)  # the moment of an error before all events
     model, blocks = CachingAllocator(start.expandable), dict[int, Chunk]()
     for address, size in start.segments:
         inside = sorted((b.address, b.size_bytes) for b in start.held if address <= b.address < address + size)
@@ -37,7 +42,7 @@ def replayed_history(snapshot: Snapshot, device: int | None = None) -> ReplayedH
         blocks.update(zip((at for at, _ in inside), chunks, strict=True))
     recorded, sums, differs_at = model.held, [(model.held, model.held)], None
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    for k, event in enumerate(snapshot.device_traces[start.device] if snapshot.device_traces else ()):
+    for k, event in enumerate(trace):
         recorded += event.size * signs.get(event.action, 0)
         if event.action == "segment_free":
             model.empty_cache()

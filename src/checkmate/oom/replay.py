@@ -56,8 +56,8 @@ class Moment:
         return largest
 
 
-def moment_of(snapshot: Snapshot, device: int | None = None, *, beginning: bool = False) -> Moment:
-    """The moment of the last out-of-memory error; without one, of the largest use in the recording; or its beginning.
+def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
+    """The moment of the last out-of-memory error; without one, of the largest use in the recording.
 
     The state is reconstructed backwards from the snapshot, as in PyTorch's viewer. The default is the device of an error, else
     the device with the most reserved memory.
@@ -68,10 +68,8 @@ def moment_of(snapshot: Snapshot, device: int | None = None, *, beginning: bool 
     in_use = (block for segment in of_device for block in segment.blocks if block.state != "inactive")
     blocks = {block.address: (block.size, block.frames or None) for block in in_use}
     segments = {segment.address: segment.total_size for segment in of_device if not segment.is_expandable}
-    errors = [] if beginning else [k for k, event in enumerate(trace) if event.action == "oom"]
-    if beginning:
-        until, name = 0, "at the beginning of the recording"
-    elif errors:
+    errors = [k for k, event in enumerate(trace) if event.action == "oom"]
+    if errors:
         until, name = errors[-1], "at the out-of-memory error"
     elif trace:
         until, name = _peak(trace, sum(size for size, _ in blocks.values())), "at the largest use in the recording"

@@ -56,8 +56,6 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_
         >>> plan = Plan.from_order(graph, [0, 1])
         >>> [peak >> 20 for peak in allocator_peaks(graph, plan, arena_bytes=36 << 20)]
         [33, 36]
-        >>> [peak >> 20 for peak in allocator_peaks(graph, plan)]
-        [33, 50]
     """
     return _replayed(requests(graph, plan), _resident(graph, resident), arena_bytes)
 
@@ -75,9 +73,6 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
 
     Returns:
         The arena. It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
-
-    Raises:
-        PlanError: The plan cannot be run.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -142,6 +144,24 @@ def test_a_bus_is_measured():
     assert host.bytes == 5
     assert 10**7 < host.out_bytes_per_s < 10**12
     assert 10**7 < host.in_bytes_per_s < 10**12
+
+
+def test_memory_of_the_host_is_pinned_to_the_byte_and_for_as_long_as_it_exists(seeming_gpu):
+    """PyTorch's allocator of pinned memory takes the next power of two. Nothing here was run on a GPU."""
+    pinned: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda where, size, flags: pinned.update({where: size}) or "success",
+        cudaHostUnregister=pinned.pop,
+    )
+    seen: list[str] = []
+    seeming_gpu(cudart=lambda: cudart, check_error=seen.append)
+    memory = copies.host_memory(12345, torch.device("cuda", 0))
+    assert (pinned, seen) == ({memory.data_ptr(): 12345}, ["success"])
+    part = memory[100:]
+    del memory
+    assert pinned
+    del part
+    assert not pinned
 
 
 def test_strides_and_offsets_come_back():

@@ -125,7 +125,6 @@ class Executable:
         self._whole: Result | None = None  # of a graph that the coordinator does not run
         self._around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of each run of a whole step
         self._last_bytes = 0  # of the results of the step before, for which the plan has room
-        self._runs = 0
         self._budget_bytes: int | None = None
 
     def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
@@ -140,9 +139,7 @@ class Executable:
             if self._hooks.before_forward is not None:
                 self._hooks.before_forward()
             if isinstance(self._counted, ReservedMemory) and self._budget_bytes is not None:
-                if self._runs == 1:  # the first step is over
-                    self._counted.check(self._budget_bytes)
-                self._runs += 1
+                self._counted.check(self._budget_bytes)
             if self._planner.ranks is not None:
                 self._planner.ranks.record_forward()
             if self._whole is not None and budget is not None and budget.total_bytes is not None:

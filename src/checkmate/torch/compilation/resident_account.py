@@ -12,12 +12,14 @@ import torch
 from checkmate.core.budget import ResidentMemory
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
-from checkmate.torch.measure.device_memory import LookDue, create_state, state_to_come_bytes
+from checkmate.torch.measure.device_memory import LookDue, optimizers_without_state, state_to_come_bytes
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
@@ -51,7 +53,7 @@ class ResidentAccount:
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         if self.is_bounded and options.budget_of == "reserved":
-            create_state(trained)  # it would be cut from the memory that is reserved for the step
+            _create_state(trained)  # it would be cut from the memory that is reserved for the step
         counts = budget is not None and hooks.target is None
         self.counted = counted_memory(options.budget_of, cuda, tensors, whole=hooks.whole) if counts else None
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
@@ -112,3 +114,11 @@ def _accumulating(inputs: Sequence[Any], accumulate: bool) -> frozenset[int]:
     leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
     coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if accumulate else set[int]()
     return frozenset(coming | {k for k, t in leaves if coordinator().steps.sources.accumulates(t)})
+
+
+def _create_state(parameters: Sequence[torch.Tensor]) -> None:
+    """Create the state of optimizers of some parameters as their first step would, if it is known and they have none."""
+    with no_modes(), torch.no_grad():
+        for updates in [Updates(o) for o in optimizers_without_state(parameters) if uncompiled_reason(o) is None]:
+            for which in range(len(updates.parameters)):
+                updates.state(which)

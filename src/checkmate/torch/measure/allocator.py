@@ -92,7 +92,7 @@ class ReservedMemory:
     """
 
     def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
-        self._device, self._checked = None if device is None else torch.device(device.type, _index(device)), False
+        self._device, self._steps = None if device is None else torch.device(device.type, _index(device)), 0
         pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
         self._key = None if device is None else _index(device), pooled
         self._before = storage_sizes(resident) if device is None else self._held()
@@ -113,21 +113,20 @@ class ReservedMemory:
         if self._device is not None:
             torch.cuda.empty_cache()
         if size:
-            pool = torch.cuda.MemPool() if self._key[1] else None
-            with self._in_pool(pool):  # no mode sees a storage without a tensor: this runs while AOTAutograd traces
-                _RESERVED[self._key] = _Reserved(torch.UntypedStorage(size, device=self._device or "cpu").data_ptr(), size, pool)
+            arena = _RESERVED[self._key] = _Reserved(0, size, torch.cuda.MemPool(use_on_oom=True) if self._key[1] else None)
+            with self.running():  # no mode sees a storage without a tensor: AOTAutograd traces now
+                address = torch.UntypedStorage(size, device=self._device or "cpu").data_ptr()
+            _RESERVED[self._key] = arena._replace(address=address)
 
     def running(self) -> AbstractContextManager[Any]:
         """Context of a step: its memory comes from the pool of its arena, if that has one."""
-        arena = _RESERVED.get(self._key)
-        return self._in_pool(None if arena is None else arena.pool)
+        pool = _RESERVED[self._key].pool if self._key in _RESERVED else None
+        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
 
     def check(self, budget_bytes: int) -> None:
-        """Warn, once, if the device holds more than the budget after a step."""
-        if self._device is None or self._checked:
-            return
-        self._checked = True
-        held = torch.cuda.memory_reserved(self._device)
+        """Warn if the device holds more than the budget after the first step; called at the beginning of each."""
+        self._steps += 1
+        held = torch.cuda.memory_reserved(self._device) if self._device is not None and self._steps == 2 else 0
         if held > budget_bytes:
             _log.warning(
                 "the allocator holds %s after the first step, more than the budget of %s: what ran beside the plan is not in its "
@@ -141,9 +140,6 @@ class ReservedMemory:
             return smallest_arena(graph, plan, self._before)
         size = _RESERVED[self._key].size_bytes
         return Arena(size, allocator_peaks(graph, plan, self._before, arena_bytes=size).reserved_bytes)
-
-    def _in_pool(self, pool: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
 
     def _segments(self) -> list[Segment]:
         segments = snapshot_of({"segments": torch.cuda.memory_snapshot()}).segments

@@ -20,15 +20,9 @@ from typing import Any
 import torch
 from torch import optim
 
-from checkmate.torch._compat.dispatch import dispatches_in_python, no_modes
+from checkmate.torch._compat.dispatch import dispatches_in_python
 from checkmate.torch._compat.engine import saved_by_autograd
-from checkmate.torch.graph.optimizer_ops import (
-    Updates,
-    initial_state,
-    temporary_count,
-    uncompiled_reason,
-    updates_parameters_separately,
-)
+from checkmate.torch.graph.optimizer_ops import initial_state, temporary_count, updates_parameters_separately
 from checkmate.torch.graph.rng import cpu_rng_state_bytes
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, leaves, storage_bytes, storage_key, strided_parts, unique_bytes
 
@@ -72,20 +66,11 @@ def _instances(kind: type) -> Iterator[Any]:
 def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """Bytes of state that the optimizers of some parameters on a device will allocate in their first step."""
     alignment = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else 1
-    return sum(missing_state_bytes(optimizer, alignment) or 0 for optimizer in _without_state(parameters))
+    return sum(missing_state_bytes(optimizer, alignment) or 0 for optimizer in optimizers_without_state(parameters))
 
 
-def create_state(parameters: Iterable[torch.Tensor]) -> None:
-    """Create the state of the optimizers of some parameters that have none, if it is known, as their first step would."""
-    for optimizer in _without_state(parameters):
-        if uncompiled_reason(optimizer) is None:
-            updates = Updates(optimizer)
-            with no_modes(), torch.no_grad():
-                for which in range(len(updates.parameters)):
-                    updates.state(which)
-
-
-def _without_state(parameters: Iterable[torch.Tensor]) -> list[optim.Optimizer]:
+def optimizers_without_state(parameters: Iterable[torch.Tensor]) -> list[optim.Optimizer]:
+    """The optimizers of some parameters that have not made a step."""
     trained, owners = {id(p) for p in parameters}, _instances(optim.Optimizer)
     return [o for o in owners if not o.state and any(id(p) in trained for g in o.param_groups for p in g["params"])]
 

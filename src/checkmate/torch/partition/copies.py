@@ -7,8 +7,6 @@ the device is the peak of the step alone, and on CUDA no block of pinned memory 
 The order of waits is as in `checkmate.simulate`: the compute stream waits for a copy before it frees the storage (`wait_sent`),
 before it first reads a fetched value (`wait_fetched`), and before it discards the copy on the host. Device storage is allocated
 and freed only on the compute stream, after its waits for every copy of the storage: the allocator needs no `record_stream`.
-
-The ops of torch 2.13 for this (``ao::offload``) have one stream for both directions, and free storages that views may share.
 """
 
 from __future__ import annotations
@@ -30,10 +28,6 @@ from checkmate.core.plan import HostMemory
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 
 Direction: TypeAlias = Literal["out", "in"]
-
-
-def _nothing() -> None:
-    """Return at once: there is nothing to wait for."""
 
 
 class HostBuffers:
@@ -93,8 +87,8 @@ class HostCopy:
 
     buffer: torch.Tensor
     tensor: tuple[Any, ...]  # type, device, offset, size and strides of the copied tensor
-    sent: Callable[[], None] = _nothing  # waits until the copy out is done
-    fetched: Callable[[], None] = _nothing  # waits until the last copy back is done
+    sent: Callable[[], None] = lambda: None  # waits until the copy out is done
+    fetched: Callable[[], None] = lambda: None  # waits until the last copy back is done
 
 
 def offload(tensor: torch.Tensor, offset: int) -> HostCopy:
@@ -106,7 +100,7 @@ def _sent(tensor: torch.Tensor, buffer: torch.Tensor) -> HostCopy:
     where = _bytes_of(tensor)
     meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
     copy = HostCopy(buffer, meaning)
-    copy.sent = _copy("out", buffer, where, tensor.device, after=_nothing)
+    copy.sent = _copy("out", buffer, where, tensor.device, after=lambda: None)
     return copy
 
 
