@@ -63,8 +63,7 @@ def counted_memory(
         if others or not native:
             raise OptionError(
                 f"budget_of='reserved' cannot be kept with {others or 'another backend'} in the settings of PyTorch's allocator",
-                hint="take it out of PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where expandable_segments may stay, or leave "
-                "out budget_of",
+                hint="take it out of PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where expandable_segments may stay",
             )
         return ReservedMemory(device, resident, whole=whole)
     if device is None or not native:
