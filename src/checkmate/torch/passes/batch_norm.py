@@ -69,7 +69,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> bool:
     """Replace a BatchNorm, if its new statistics only go into the buffers that it reads, or nowhere."""
     new = {made: [u for u in made.users if made in used_inputs(u)] for made in node.users if made.args[1] in (3, 4)}
     updates = any(new.values())
-    if updates and not (len(new) == 2 and all(_only_updates(node, *each) for each in new.items())):
+    if updates and not (all(new.values()) and all(_only_updates(node, *each) for each in new.items())):
         return False
     arguments = (*node.args[:3], *(node.args[3:5] if node.target is BATCH_NORM else (None, None)), *node.args[-2:])
     for made, readers in new.items():
@@ -86,14 +86,10 @@ def _replace(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _only_updates(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> bool:
-    """Whether a new statistic is only copied into its buffer, or read by the next call of the layer; nothing reads the old one.
-
-    A recomputation of the BatchNorm for a checkpointed region reads the buffer, but not its content.
-    """
-    buffer = node.args[made.args[1]]  # type: ignore[index]
-    later = [u for u in buffer.users if u > node and buffer in used_inputs(u)]  # type: ignore[union-attr, operator]
-    known = all(trains_batch_norm(u) or (u.target is aten.copy_.default and u.args[0] is buffer) for u in (*readers, *later))
-    return known and len(readers) == 1 and buffer.op == "placeholder"  # type: ignore[union-attr]
+    """Whether a new statistic of a BatchNorm is only copied into its buffer, or read by the next call of the same layer."""
+    buffer, reader = node.args[made.args[1]], readers[0]  # type: ignore[index]
+    copied = reader.target is aten.copy_.default and reader.args[0] is buffer
+    return len(readers) == 1 and buffer.op == "placeholder" and (copied or trains_batch_norm(reader))  # type: ignore[union-attr]
 
 
 def _count_together(graph: fx.Graph) -> None:
