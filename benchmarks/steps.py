@@ -74,12 +74,12 @@ def checkpointed(case: Any, *, selective: bool = False) -> Callable[[], Any]:
     return eager(case)
 
 
-def stock(case: Any, backend: str, fraction: float | None = None) -> Callable[[], Any]:
+def stock(case: Any, backend: str, fraction: float | None = None, mode: str | None = None) -> Callable[[], Any]:
     """A step compiled by torch, with its own ``activation_memory_budget`` if one is given."""
     import torch
     import torch._functorch.config as functorch_config
 
-    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
+    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False, mode=mode)
     settings: dict[str, Any] = {"enable_autograd_cache": False}
     settings |= {} if fraction is None else {"activation_memory_budget": fraction}
 

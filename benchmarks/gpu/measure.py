@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,9 +94,10 @@ def peaks(
     }
 
 
-def seconds(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> list[float]:
-    """Seconds of some steps: by events on a GPU, else by the clock."""
+def times(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> dict[str, float]:
+    """Seconds of some steps, by events on a GPU, else by the clock; and of the processor."""
     took: list[float] = []
+    busy = time.process_time()
     for _ in range(rounds):
         model.zero_grad(set_to_none=True)
         if device == "cuda":
@@ -108,7 +112,43 @@ def seconds(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds
             began = time.perf_counter()
             step()
             took.append(time.perf_counter() - began)
-    return took
+    busy_s = (time.process_time() - busy) / rounds
+    return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": busy_s}
+
+
+def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dict[str, Any]:
+    """Seconds of all kernels of a step, their number, and those that take the most time; of ops on a CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    model.zero_grad(set_to_none=True)
+    with profile(activities=activities) as found:
+        step()
+        give_back()
+    by_name: dict[str, float] = {}
+    events = [e for e in found.events() or () if e.device_type.name == device.upper()]
+    for event in events:
+        took_s = (event.time_range.elapsed_us() if device == "cuda" else event.self_cpu_time_total) / 1e6
+        by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + took_s
+    most = sorted(by_name, key=by_name.__getitem__, reverse=True)[:10]
+    return {"kernels_s": sum(by_name.values()), "kernels": len(events), "longest_s": {name: by_name[name] for name in most}}
+
+
+@contextmanager
+def history(path: Path, *, on: bool) -> Iterator[None]:
+    """Write what the allocator of a GPU does meanwhile, which can be replayed elsewhere."""
+    if on:
+        torch.cuda.memory._record_memory_history(max_entries=300_000)
+    yield
+    if on:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def segments(device: str) -> dict[str, int]:
+    """The largest segment of the allocator: with an arena, at least its size."""
+    found = torch.cuda.memory_snapshot() if device == "cuda" else []
+    return {"largest_segment_bytes": max((segment["total_size"] for segment in found), default=0)}
 
 
 def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:

@@ -1,297 +1,300 @@
-"""The parts of the pack: each measures one thing of one model, and returns rows for its JSON.
+"""The parts of the pack: each measures the steps of one model, and keeps a row for each as it comes.
 
 A part stops before its deadline and says what it left out. Each runs in a process of its own, so that it finds the GPU as the
-driver leaves it.
+driver leaves it. Plans are carried from a machine without a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import measure
+import msgspec
 import steps
 import torch
 from cases import build
+from fresh import ROOT
 from models import Case
 
 import checkmate.torch
-from checkmate import (
-    Graph,
-    HostMemory,
-    InfeasibleBudgetError,
-    Limits,
-    PlanNotFoundError,
-    Problem,
-    evaluate,
-    min_budget,
-    simulate,
-    solve,
-)
+from checkmate import Graph, HostMemory, Limits, Plan
+from checkmate.core import files
 from checkmate.core.errors import CheckmateError
+from checkmate.cost import load_device
 from checkmate.doctor.steps import deterministic
-from checkmate.frontend.counted_memory import counted_bytes
-from checkmate.frontend.planner import keep_everything
-from checkmate.studies.reserved import allocator_peaks, smallest_arena
+from checkmate.frontend.counted_memory import Counted, counted_bytes
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import keep_everything, planner_for
+from checkmate.studies.reserved import allocator_peaks
 from checkmate.torch.graph.storages import storage_sizes
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.partition.copies import BUFFERS, measured_host
 
-FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
-"""Budgets of the peaks, between the smallest peak found and keeping everything."""
+CARRIED = {
+    "peaks": ("50%", "25%"),
+    "reserved": ("75% reserved", "50% reserved", "smallest"),
+    "offload": ("10%", "10% host", "10% fast host"),
+}
+"""Plans of each kind of part; to the fast host copies go by a bus of a thousand times the rate, and far more of them pay."""
 
-HOST_BYTES = 64 * 2**30
-"""Memory of the host that copies may take."""
-
-FAST_HOST_S = 2.0
-"""Least seconds of the solve for a bus that is not there: the steps of a rehearsal are solved in less, which may find no copy."""
-
-KNOBS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Values of torch's ``activation_memory_budget``."""
-
-
-Make = Callable[[Case], Callable[[], Any]]
-"""Makes the step of a model."""
+Make = Callable[[Case], tuple[Callable[[], Any], Any]]
+"""Makes the step of a model, and what Checkmate compiled it to: None for a step of others."""
 
 
 @dataclass
 class Setting:
-    """How a part runs."""
+    """How a part runs, and what it has found."""
 
     device: str
     tiny: bool
     deadline: float  # reading of the clock before which it ends
     solve_s: float  # time limit of one solve
-    rounds: int  # timed steps of a variant
+    plans: Path  # folder of carried plans, and of graphs whose costs were measured on the device
+    out: Path
+    keep: Callable[[], None]  # keeps what was found so far
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     left_out: list[str] = field(default_factory=list[str])  # what was not measured for want of time, or failed; in words
 
-    @property
-    def fractions(self) -> tuple[float, ...]:
-        """Budgets between the smallest peak and keeping everything."""
-        return FRACTIONS[::2] if self.tiny else FRACTIONS
+    def measure(self, name: str, variants: Mapping[str, Make], *, kind: str, counted: Counted | None = None) -> None:
+        """Add a row for each step: peaks and times, and bits if it runs a plan that was carried, else its kernels."""
+        for label, make in variants.items():
+            if time.perf_counter() + 2 * self.solve_s > self.deadline:
+                self.left_out.append(f"{label}: no time left")
+                continue
+            measure.settle()
+            case = build(name, self.device, self.tiny)
+            BUFFERS.peak_bytes = 0
+            try:
+                run, step = make(case)
+                planned = {} if step is None else figures(step, counted, case)
+                with measure.history(self.out / f"{name}.history.pickle", on=label == "smallest" and self.device == "cuda"):
+                    row = self._observed(run, case, kind)
+                row |= {"host_bytes": BUFFERS.peak_bytes} if kind == "offload" else {}
+                row |= {} if kind in CARRIED else measure.kernels(run, case.model, self.device)
+                self.rows.append({"name": label, "ours": step is not None, **planned, **row})
+            except (CheckmateError, RuntimeError) as error:  # out of memory among them
+                self.left_out.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.keep()
+            run = step = case = None
 
-    @property
-    def knobs(self) -> tuple[float, ...]:
-        """Values of torch's own budget."""
-        return KNOBS[2:3] if self.tiny else KNOBS
-
-    def asked(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Peaks of other variants at which ours are measured, the largest first."""
-        found = sorted({row["allocated_bytes"] for row in rows}, reverse=True)
-        return found[1:2] if self.tiny else found
-
-    def time_for(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; what is not measured is noted."""
-        if time.perf_counter() + seconds < self.deadline:
-            return True
-        self.left_out.append(f"{what}: no time left")
-        return False
-
-    def case(self, name: str) -> Case:
-        """A fresh copy of a model."""
-        measure.settle()
-        return build(name, self.device, self.tiny)
-
-
-def observed(setting: Setting, step: Callable[[], Any], case: Case, *, bits: int = 0, emptied: bool = True) -> dict[str, Any]:
-    """Peaks and times of a step, and a hash of what it computes in the first so many."""
-    if emptied:
-        step()  # compiles, where nothing is compiled yet
+    def _observed(self, step: Callable[[], Any], case: Case, kind: str) -> dict[str, Any]:
+        emptied = kind != "reserved"  # an arena is to stay
+        if emptied:
+            step()  # compiles, where nothing is compiled yet
+            case.model.zero_grad(set_to_none=True)
+            measure.give_back()
+        step()
         case.model.zero_grad(set_to_none=True)
-        measure.give_back()
-    step()
-    case.model.zero_grad(set_to_none=True)
-    step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
-    row: dict[str, Any] = {}
-    for name in ("bits", "bits_again")[:bits]:
-        row[name] = measure.bits(step, case.model)
-    row |= measure.peaks(step, case.model, case.batch.values(), setting.device, emptied=emptied)
-    took = measure.seconds(step, case.model, setting.device, setting.rounds)
-    return {**row, "time_s": min(took), "median_s": statistics.median(took)}
+        step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
+        hashes = {"peaks": ("bits", "bits_again"), "reserved": ("bits", "bits_again"), "offload": ("bits",)}.get(kind, ())
+        row: dict[str, Any] = {name: measure.bits(step, case.model) for name in hashes}
+        row |= measure.peaks(step, case.model, case.batch.values(), self.device, emptied=emptied)
+        return row | measure.times(step, case.model, self.device, 2 if self.tiny else 10)
+
+    def plan(self, name: str, label: str, graph: Graph) -> Plan:
+        """The carried plan if it is for a graph, or a plan that is made now."""
+        path = plan_file(self.plans, name, label)
+        known = files.read_as(path, Plan) if path.exists() else None
+        if known is not None and (known.is_for(graph) or known.is_for_structure_of(graph)):
+            return known
+        self.left_out.append(f"{label}: no plan was carried for this graph; it is planned in {self.solve_s:g} s")
+        return plan_for(graph, label, self.device, self.solve_s)
 
 
-def resident(case: Case) -> tuple[int, ...]:
-    """Sizes of what is there before a step."""
-    return storage_sizes([*case.model.parameters(), *case.model.buffers(), *case.batch.values()])
-
-
-@deterministic()
-def peaks(setting: Setting, name: str) -> dict[str, Any]:
-    """Planned and measured peaks at five budgets: reserved memory, bits, time, and costs against the measured step."""
-    case = setting.case(name)
-    began = time.perf_counter()
-    graph = checkmate.torch.capture(case.model, example=case.batch)
-    facts = {"ops": len(graph.ops), "capture_s": time.perf_counter() - began, "resident_bytes": graph.resident_bytes}
-    del case
-    counted = counted_memory("allocated", torch.device("cuda", 0) if setting.device == "cuda" else None)
-    smallest = min_budget(graph, limits=Limits(time_s=2 * setting.solve_s))
-    low, top = (counted_bytes(graph, result, counted) for result in (evaluate(graph, smallest.plan), keep_everything(graph)))
-    rows: list[dict[str, Any]] = []
-    for fraction in (None, *reversed(setting.fractions)):
-        label = "keep all" if fraction is None else f"{fraction:.0%}"
-        if not setting.time_for(label, 3 * setting.solve_s):
-            continue
-        budget = top if fraction is None else low + int(fraction * (top - low))
-        case = setting.case(name)
-        compiled = functools.partial(checkmate.torch.compile, case.model, example=case.batch, chunking="off")
-        try:
-            step = compiled(budget=None if fraction is None else budget, time_limit_s=setting.solve_s)
-        except (PlanNotFoundError, InfeasibleBudgetError):
-            step = compiled(plan=smallest.plan)
-        row = observed(setting, lambda step=step, case=case: step(**case.batch)[1], case, bits=2)
-        row |= {
-            "budget": label,
-            "budget_bytes": budget,
-            "planned_bytes": counted_bytes(step.graph, step.result, counted),
-            "live_bytes": step.result.peak_bytes,
-            "predicted_reserved_bytes": allocator_peaks(step.graph, step.plan, resident(case)).reserved_bytes,
-            "overhead": step.result.overhead,
-            "bound_overhead": step.result.bound / step.graph.cost,
-            "gap": step.result.gap,
-            "ops_s": step.result.cost / 1e9,
-        }
-        rows.append(row)
-        del case, step, compiled
-    keep = next((row for row in rows if row["budget"] == "keep all"), None)
-    for row in rows if keep is not None else []:
-        row["identical"] = row["bits"] == keep["bits"] if keep["bits"] == keep["bits_again"] else None
-        row["time_ratio"] = row["time_s"] / keep["time_s"]
-    return {**facts, "keep_all_bytes": top, "floor_bytes": smallest.floor_bytes, "points": rows}
-
-
-def front(setting: Setting, name: str) -> dict[str, Any]:
-    """Peak and time of every other way to spend less memory, and ours at the peaks that they reach."""
-    others: list[tuple[str, Make]] = [
-        ("eager", steps.eager),
-        ("activation checkpointing", steps.checkpointed),
-        ("selective checkpointing", functools.partial(steps.checkpointed, selective=True)),
-        *((f"activation_memory_budget={f}", _knob("aot_eager", f)) for f in setting.knobs),
-    ]
-    return _beside(setting, name, others, "eager")
-
-
-def inductor(setting: Setting, name: str) -> dict[str, Any]:
-    """The same with Inductor: stock, with torch's own budget, and ours at their peaks."""
-    others = [("Inductor", _knob("inductor", 1.0))]
-    others += [(f"Inductor, activation_memory_budget={f}", _knob("inductor", f)) for f in setting.knobs[:3:2]]
-    return _beside(setting, name, others, "inductor")
-
-
-def _knob(backend: str, fraction: float) -> Make:
-    return functools.partial(steps.stock, backend=backend, fraction=fraction)
-
-
-def _beside(setting: Setting, name: str, others: list[tuple[str, Make]], compiler: str) -> dict[str, Any]:
-    """Other ways, and ours at the peaks that they reach."""
-    rows = _variants(setting, name, others)
-    mine = [(f"ours, {budget}", functools.partial(_ours, budget, compiler, setting.solve_s)) for budget in setting.asked(rows)]
-    return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
-
-
-def _variants(setting: Setting, name: str, variants: list[tuple[str, Make]]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for label, make in variants:
-        if not setting.time_for(label, 3 * setting.solve_s):
-            continue
-        case = setting.case(name)
-        try:
-            rows.append({"name": label, **observed(setting, make(case), case)})
-        except (CheckmateError, RuntimeError) as error:  # out of memory among them
-            setting.left_out.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        del case
-    return rows
-
-
-def _ours(budget: int, compiler: Any, time_limit_s: float, case: Case) -> Callable[[], Any]:
-    step = checkmate.torch.compile(
-        case.model, example=case.batch, budget=budget, compiler=compiler, time_limit_s=time_limit_s, chunking="off"
-    )
-    return lambda: step(**case.batch)[1]
-
-
-def reserved(setting: Setting, name: str) -> dict[str, Any]:
-    """Budgets of reserved memory: what the allocator holds while a plan runs that is planned for it."""
-    case = setting.case(name)
-    keep = checkmate.torch.compile(case.model, example=case.batch)
-    top = smallest_arena(keep.graph, keep.plan, resident(case)).reserved_bytes
-    least = keep.graph.resident_bytes
-    del case, keep
-    rows: list[dict[str, Any]] = []
-    for share in (1.0,) if setting.tiny else (0.75, 0.5):
-        budget = least + int(share * (top - least))
-        if not setting.time_for(f"{share:.0%}", 4 * setting.solve_s):
-            continue
-        case = setting.case(name)
-        try:
-            step = checkmate.torch.compile(
-                case.model, example=case.batch, budget=budget, budget_of="reserved", time_limit_s=setting.solve_s, chunking="off"
-            )
-        except CheckmateError as error:
-            setting.left_out.append(f"{share:.0%}: {error.message}")
-            continue
-        row = observed(setting, lambda step=step, case=case: step(**case.batch)[1], case, emptied=False)
-        predicted = smallest_arena(step.graph, step.plan, resident(case)).reserved_bytes
-        rows.append({"budget": f"{share:.0%}", "budget_bytes": budget, "predicted_reserved_bytes": predicted, **row})
-        del case, step
-    return {"keep_all_reserved_bytes": top, "points": rows}
-
-
-@deterministic()
-def offload(setting: Setting, name: str) -> dict[str, Any]:
-    """Whole steps that copy values to the host beside some that do not: bits, bytes on both sides, and time.
-
-    The last row copies what a bus of a thousand times the rate could hide: whether copies are right does not depend on
-    whether they pay.
-    """
-    device = torch.device("cuda", 0) if setting.device == "cuda" else torch.device("cpu")
-    host = measured_host(device, HOST_BYTES)
-    fast = HostMemory(HOST_BYTES, 1000 * host.out_bytes_per_s, 1000 * host.in_bytes_per_s)
-    graph, keep = _copying(setting, setting.case(name), {})
-    limits = Limits(time_s=setting.solve_s)
-    low, top = min_budget(graph, limits=limits).peak_bytes, keep["planned_bytes"]
-    rows = [{"name": "keep all", **keep}]
-    fractions = setting.fractions[1:3]
-    for fraction in fractions:
-        budget = low + int(fraction * (top - low))
-        planned = {"budget": budget, "time_limit_s": setting.solve_s}
-        variants: dict[str, dict[str, Any]] = {"alone": planned, "host": {**planned, "host": HOST_BYTES}}
-        if fraction == fractions[-1]:
-            some = Limits(time_s=max(FAST_HOST_S, setting.solve_s))
-            variants["fast host"] = {"plan": solve(Problem(graph, budget, host=fast), limits=some).plan}
-        for kind, options in variants.items():
-            label = f"{fraction:.0%}, {kind}"
-            if setting.time_for(label, 4 * setting.solve_s):
-                rows.append({"name": label, "budget_bytes": budget, **_copying(setting, setting.case(name), options)[1]})
-    for row in rows[1:]:
-        row["identical"] = row["bits"] == rows[0]["bits"]
-        row["time_ratio"] = row["time_s"] / rows[0]["time_s"]
-    return {"out_bytes_per_s": host.out_bytes_per_s, "in_bytes_per_s": host.in_bytes_per_s, "points": rows}
-
-
-def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
-    """The graph of a whole step, and what is measured of it beside what was planned; the step itself is freed, and its model."""
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=1e-3)
-    step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off", **options)
-    timeline = simulate(step.graph, step.plan)
-    BUFFERS.peak_bytes = 0
-    return step.graph, observed(setting, lambda: step(**case.batch)[1], case, bits=1) | {
-        "planned_bytes": timeline.peak_bytes,
-        "copies": sum(copy.direction == "out" for copy in timeline.copies),
+def figures(step: Any, counted: Counted | None, case: Case) -> dict[str, Any]:
+    """What is planned of a step."""
+    sizes = storage_sizes([*case.model.parameters(), *case.model.buffers(), *case.batch.values()])
+    timeline = checkmate.simulate(step.graph, step.plan)
+    return {
+        "planned_bytes": counted_bytes(step.graph, step.result, counted),
+        "predicted_reserved_bytes": allocator_peaks(step.graph, step.plan, sizes).reserved_bytes,
         "planned_host_bytes": timeline.host_peak_bytes,
-        "host_bytes": BUFFERS.peak_bytes,
-        "planned_s": timeline.cost / 1e9,
+        "copies": sum(copy.direction == "out" for copy in timeline.copies),
         "planned_waits_s": timeline.waited / 1e9,
+        "overhead": step.result.overhead,
+        "ops_s": step.result.cost / 1e9,
     }
 
 
+def plan_file(folder: Path, name: str, label: str) -> Path:
+    """The file of a carried plan."""
+    return folder / f"{name} {label}.plan.json".replace(" ", "-")
+
+
+def plan_for(graph: Graph, label: str, device: str, time_s: float, smallest: Plan | None = None) -> Plan:
+    """The plan of a label, for a device that may be absent; a share is one between the smallest peak and keeping everything."""
+    smallest = smallest or checkmate.min_budget(graph, limits=Limits(time_s=time_s)).plan
+    if label == "smallest":
+        return smallest
+    share, *how = label.split()
+    host, bus = None, load_device("H100").host_memory("64GiB")
+    if "host" in how:
+        faster = 1000 if "fast" in how else 1
+        host = HostMemory(bus.bytes, faster * bus.out_bytes_per_s, faster * bus.in_bytes_per_s)
+    counted = counted_by("reserved" if "reserved" in how else "peaks" if host is None else "offload", device)
+    results = checkmate.evaluate(graph, smallest), keep_everything(graph)
+    low, top = (counted_bytes(graph, result, counted) for result in results)
+    options = PlanningOptions.of(budget=low + (top - low) * int(share[:-1]) // 100, time_limit_s=time_s)
+    try:
+        return planner_for(dataclasses.replace(options, counted=counted, host=host))(graph).plan
+    except (checkmate.InfeasibleBudgetError, checkmate.PlanNotFoundError):
+        return smallest
+
+
+def counted_by(kind: str, device: str) -> Counted | None:
+    """The bytes of a plan that count in a part, on a device that may be absent; None for its live bytes."""
+    if kind == "reserved":
+        return counted_memory("reserved", None)
+    blocks = device == "cuda" and kind != "offload"
+    return (lambda graph, plan: allocator_peaks(graph, plan).allocated_bytes) if blocks else None
+
+
+def make_plans(folder: Path, parts: Iterable[str], device: str, *, tiny: bool, time_s: float) -> None:
+    """Write the plans of some parts for a GPU that is not here, from a graph that was measured there or from roofline costs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        kind, _, name = part.partition(":")
+        labels = [label for label in CARRIED.get(kind, ()) if not plan_file(folder, name, label).exists()]
+        measured = folder / f"{name}.graph.json"
+        if not labels:
+            continue
+        if measured.exists() and kind != "offload":
+            graph = files.read_as(measured, Graph)
+        else:
+            case, target = build(name, "cpu", tiny), "H100" if device == "cuda" else "CPU"
+            graph = checkmate.torch.capture(case.model, example=case.batch, device=target, **_options(kind, case))
+        smallest = checkmate.min_budget(graph, limits=Limits(time_s=2 * time_s)).plan if labels else None
+        for label in labels:
+            plan = plan_for(graph, label, device, time_s, smallest)
+            plan = msgspec.structs.replace(plan, graph_digest=f"{graph.digest}+{graph.structure}")  # costs may be others there
+            files.write(plan, plan_file(folder, name, label))
+            print(f"{name} {label}: {len(plan.order)} computations of {len(graph.ops)} ops", flush=True)
+
+
+def _options(kind: str, case: Case) -> dict[str, Any]:
+    return {"optimizer": torch.optim.SGD(case.model.parameters(), lr=1e-3)} if kind == "offload" else {}
+
+
+@deterministic()
+def carried(kind: str, setting: Setting, name: str) -> dict[str, Any]:
+    """Steps by plans beside keeping everything: peaks, reserved memory, bits, copies and times as planned and as measured."""
+    known: list[Graph] = []
+    counted = counted_by(kind, setting.device)
+
+    def make(label: str, case: Case) -> tuple[Callable[[], Any], Any]:
+        options = _options(kind, case)
+        if known:
+            options["plan"] = setting.plan(name, label, known[0])
+            if kind == "reserved" and counted is not None:
+                options |= {"budget": counted(known[0], options["plan"]), "budget_of": "reserved"}
+        step = checkmate.torch.compile(case.model, example=case.batch, chunking="off", **options)
+        if not known:
+            known.append(step.graph)
+            if kind != "offload":
+                files.write(step.graph, setting.out / f"{name}.graph.json")
+        return lambda: step(**case.batch)[1], step
+
+    labels = ("keep all", *CARRIED[kind])
+    setting.measure(name, {label: functools.partial(make, label) for label in labels}, kind=kind, counted=counted)
+    first = setting.rows[0]
+    for row in setting.rows:
+        row["identical"] = row["bits"] == first["bits"] if first["bits"] == first.get("bits_again", first["bits"]) else None
+        row["time_ratio"] = row["time_s"] / first["time_s"]
+    if kind != "offload":
+        return {"ops": len(known[0].ops), "resident_bytes": known[0].resident_bytes, **measure.segments(setting.device)}
+    host = measured_host(torch.device(setting.device), 2**30)
+    return {"out_bytes_per_s": host.out_bytes_per_s, "in_bytes_per_s": host.in_bytes_per_s}
+
+
+def costs(setting: Setting, name: str) -> dict[str, Any]:
+    """The costs of a step's ops, as a graph from which plans are made elsewhere."""
+    case, began = build(name, setting.device, setting.tiny), time.perf_counter()
+    graph = checkmate.torch.capture(case.model, example=case.batch)
+    files.write(graph, setting.out / f"{name}.graph.json")
+    return {"ops": len(graph.ops), "ops_s": graph.cost / 1e9, "capture_s": time.perf_counter() - began}
+
+
+def beside(compiler: str, setting: Setting, name: str) -> dict[str, Any]:
+    """Every other way to spend less memory, and ours at the peaks that they reach, the largest first."""
+    backend = "aot_eager" if compiler == "eager" else compiler
+    variants = {backend: _theirs(steps.stock, backend=backend), "ours, keep all": _ours(setting, None, compiler)}
+    knobs = (0.9, 0.5, 0.1, 0.7, 0.3)[: int(compiler == "eager") if setting.tiny else None]
+    others = {f"activation_memory_budget={f}": _theirs(steps.stock, backend=backend, fraction=f) for f in knobs}
+    if compiler == "eager":
+        variants = {"eager": _theirs(steps.eager), **variants}
+        others |= {"checkpointing": _theirs(steps.checkpointed), "selective": _theirs(steps.checkpointed, selective=True)}
+    counted = counted_by("peaks", setting.device)
+    setting.measure(name, {**variants, **others}, kind="beside", counted=counted)
+    peaks = sorted({row["allocated_bytes"] for row in setting.rows if not row["ours"]}, reverse=True)
+    mine = {f"ours, {peak}": _ours(setting, peak, compiler) for peak in peaks[: 1 if setting.tiny else None]}
+    setting.measure(name, mine, kind="beside", counted=counted)
+    return {}
+
+
+def graphs(setting: Setting, name: str) -> dict[str, Any]:
+    """Inductor with CUDA graphs, stock and ours: what a replay uses shows in reserved memory."""
+    given: Any = {"mode": "reduce-overhead"}
+    both = {"Inductor": _theirs(steps.stock, backend="inductor", **given), "ours": _ours(setting, None, "inductor", **given)}
+    setting.measure(name, both, kind="graphs")
+    return {}
+
+
+def updates(setting: Setting, name: str) -> dict[str, Any]:
+    """Whole steps with AdamW, in eager mode and ours: time, and the kernels of the updates."""
+
+    def make(ours: bool, fused: bool | None, case: Case) -> tuple[Callable[[], Any], Any]:
+        optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-5, fused=fused)
+        if ours:
+            step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off")
+            return lambda: step(**case.batch)[1], step
+        run = steps.eager(case)
+        return lambda: (run(), optimizer.step(), optimizer.zero_grad(set_to_none=True))[0], None
+
+    kinds = {"AdamW": None, "fused AdamW": True}
+    both = {f"{who}, {kind}": functools.partial(make, who == "ours", f) for kind, f in kinds.items() for who in ("eager", "ours")}
+    setting.measure(name, both, kind="updates", counted=counted_by("peaks", setting.device))
+    return {}
+
+
+def _theirs(make: Callable[..., Callable[[], Any]], **options: Any) -> Make:
+    return lambda case: (make(case, **options), None)
+
+
+def _ours(setting: Setting, budget: int | None, compiler: Any, **options: Any) -> Make:
+    given = {"budget": budget, "compiler": compiler, "time_limit_s": setting.solve_s, "chunking": "off", **options}
+
+    def make(case: Case) -> tuple[Callable[[], Any], Any]:
+        step = checkmate.torch.compile(case.model, example=case.batch, **given)
+        return lambda: step(**case.batch)[1], step
+
+    return make
+
+
+def tests(setting: Setting, marker: str) -> dict[str, Any]:
+    """The tests that need a device; what they print is in the folder of results."""
+    folders = ["--collect-only", "tests/torch/measure/test_cuda.py"] if setting.tiny else ["tests/torch", "tests/frontend"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", marker, *folders]
+    with (setting.out / "tests.log").open("w") as log:
+        limit_s = max(1.0, setting.deadline - time.perf_counter())
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
+    return {"status": done.returncode}
+
+
 KINDS: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
-    "peaks": peaks,
-    "front": front,
-    "reserved": reserved,
-    "offload": offload,
-    "inductor": inductor,
+    **{kind: functools.partial(carried, kind) for kind in CARRIED},
+    "front": functools.partial(beside, "eager"),
+    "inductor": functools.partial(beside, "inductor"),
+    "updates": updates,
+    "graphs": graphs,
+    "costs": costs,
+    "tests": tests,
 }
+"""Ways to run a step of a PyTorch model, and what is measured of each; returned facts go beside the rows."""
