@@ -124,7 +124,8 @@ def measured(part: str, options: argparse.Namespace, limit_s: float, path: Path)
     ran |= {"hardware": measure.machine(options.device), "versions": measure.software()}
 
     def keep(**facts: Any) -> None:
-        found = {**ran, "result": setting.rows, "left_out": setting.left_out, "elapsed_s": round(time.perf_counter() - began, 1)}
+        left_out = setting.left_out if facts else [*setting.left_out, "the rest: the process was ended"]
+        found = {**ran, "result": setting.rows, "left_out": left_out, "elapsed_s": round(time.perf_counter() - began, 1)}
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps({**found, **facts}, indent=1) + "\n")
         draft.replace(path)

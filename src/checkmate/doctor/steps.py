@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.utils.deterministic
 
 from checkmate.core.units import format_bytes
 from checkmate.doctor.checks import REPORT, Check
@@ -113,10 +112,9 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products are refused
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
     unchanged: Any = dict.fromkeys(("enabled", "benchmark", "benchmark_limit", "allow_tf32", "fp32_precision"))
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    memory.fill_uninitialized_memory = False  # every new tensor, the arena too, would be written first
+    filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # it takes time on every new tensor
     try:
         with torch.backends.cudnn.flags(**unchanged, deterministic=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one for each op without these kernels

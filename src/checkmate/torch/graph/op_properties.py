@@ -89,27 +89,21 @@ def op_names(node: torch.fx.Node) -> tuple[str, ...]:
 
 def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Input nodes whose values an op uses, without duplicates."""
-    if not unused_arguments(node):
+    if (arguments := used_arguments(node)) is node.args:
         return node.all_input_nodes
     found: dict[torch.fx.Node, None] = {}
-    torch.fx.map_arg((used_arguments(node), dict(node.kwargs)), found.setdefault)
+    torch.fx.map_arg((arguments, dict(node.kwargs)), found.setdefault)
     return list(found)
 
 
 def used_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The positional arguments of an op; None for those that it ignores."""
-    skip = unused_arguments(node)
-    return tuple(None if i in skip else a for i, a in enumerate(node.args))
-
-
-def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
-    """Positions of arguments that an op ignores, None can be passed for them.
+    """The positional arguments of an op, with None in place of those that it ignores.
 
     The backward of a BatchNorm in training ignores the running statistics. If it kept them alive, it would hold buffers that
     the forward has already updated.
     """
     backward = node.target in (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
-    return (3, 4) if backward and node.args[7:8] == (True,) else ()
+    return (*node.args[:3], None, None, *node.args[5:]) if backward and node.args[7:8] == (True,) else node.args
 
 
 def makes_views(node: torch.fx.Node) -> bool:

@@ -32,16 +32,15 @@ def use_cudnn_batch_norm(graph: fx.Graph) -> None:
     norms = [n for n in graph.nodes if n.target in (BATCH_NORM, BATCH_NORM_NO_STATS) and n.args[-3] is True]
     norms = [n for n in norms if None not in n.args[1:3] and selects_cudnn(_fixed(n.args[0]), tensor(n.args[1]))]
     norms = [n for n in norms if _replace(graph, n)]
-    if not norms:
-        return
-    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
-        norm = node.args[5].args[0]
-        if norm in norms:
-            with graph.inserting_after(norm):
-                reserve = graph.call_function(operator.getitem, (norm, 3))  # what only cuDNN saves for its backward
-            reserve.meta = {**norm.meta, "val": norm.meta["val"][3]}
-            node.target, node.args = aten.batch_norm_backward.default, (*node.args, reserve)
-    _count_together(graph)
+    for norm in norms:
+        with graph.inserting_after(norm):
+            reserve = graph.call_function(operator.getitem, (norm, 3))  # what only cuDNN saves for its backward
+        reserve.meta = {**norm.meta, "val": norm.meta["val"][3]}
+        for node in [reader for output in norm.users if output.args[1] == 1 for reader in output.users]:
+            if node.target is aten.native_batch_norm_backward.default:
+                node.target, node.args = aten.batch_norm_backward.default, (*node.args, reserve)
+    if norms:
+        _count_together(graph)
     graph.lint()
 
 
@@ -66,11 +65,14 @@ def _fixed(node: fx.Node) -> torch.Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> bool:
-    """Replace a BatchNorm, if its new statistics only go into the buffers that it reads, or nowhere."""
+    """Replace a BatchNorm, if its new statistics go only into its buffers, to the next call of the same layer, or nowhere."""
     new = {made: [u for u in made.users if made in used_inputs(u)] for made in node.users if made.args[1] in (3, 4)}
     updates = any(new.values())
-    if updates and not (all(new.values()) and all(_only_updates(node, *each) for each in new.items())):
-        return False
+    for made, readers in new.items() if updates else ():
+        buffer = node.args[made.args[1]]  # type: ignore[index]
+        known = [trains_batch_norm(r) or (r.target is aten.copy_.default and r.args[0] is buffer) for r in readers]
+        if known != [True] or buffer.op != "placeholder":  # type: ignore[union-attr]
+            return False
     arguments = (*node.args[:3], *(node.args[3:5] if node.target is BATCH_NORM else (None, None)), *node.args[-2:])
     for made, readers in new.items():
         for copy in [r for r in readers if r.target is aten.copy_.default]:
@@ -85,20 +87,13 @@ def _replace(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _only_updates(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> bool:
-    """Whether a new statistic of a BatchNorm is only copied into its buffer, or read by the next call of the same layer."""
-    buffer, reader = node.args[made.args[1]], readers[0]  # type: ignore[index]
-    copied = reader.target is aten.copy_.default and reader.args[0] is buffer
-    return len(readers) == 1 and buffer.op == "placeholder" and (copied or trains_batch_norm(reader))  # type: ignore[union-attr]
-
-
 def _count_together(graph: fx.Graph) -> None:
     """Add 1 to all buffers of a graph that only count by one op, in place of an addition and a copy for each."""
-    copies = [(n, *n.args) for n in graph.find_nodes(op="call_function", target=aten.copy_.default)]
-    counts = [c for c in copies if c[2].target is aten.add.Tensor and c[2].args == (c[1], 1) and set(c[2].users) == {c[0]}]
-    counts = [(copy, counter, added) for copy, counter, added in counts if set(counter.users) == {copy, added}]
+    copies = [(n, *n.args[:2]) for n in graph.find_nodes(op="call_function", target=aten.copy_.default, sort=True)]
+    copies = [c for c in copies if c[2].target is aten.add.Tensor and c[2].args == (c[1], 1) and set(c[2].users) == {c[0]}]
+    counts = [c for c in copies if set(c[1].users) == {c[0], c[2]}]
     if counts:
-        last = max(copy for copy, _, _ in counts)
+        last = counts[-1][0]
         with graph.inserting_before(last):
             together = graph.call_function(aten._foreach_add_.Scalar, ([counter for _, counter, _ in counts], 1))
         together.meta = {**last.meta, "val": None}
