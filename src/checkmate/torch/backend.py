@@ -148,9 +148,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
     """Compile a graph without a backward in AOTAutograd: a whole step, or a graph in which nothing requires a gradient."""
     if compilation.hooks.whole:
-        # The allocator's segments are predicted for the requests of a plan, one update after the other.
-        grouped = compilation.options.budget_of != "reserved"
-        return compilation.executable.forward(boxed(plan_whole_step(module, compilation.task, grouped=grouped)))
+        return compilation.executable.forward(boxed(plan_whole_step(module, compilation.task)))
     _refuse_inference(compilation.hooks)
     task = compilation.task_without_backward
     return boxed(module) if task is None else compilation.executable.forward(boxed(plan_whole_step(module, task)))

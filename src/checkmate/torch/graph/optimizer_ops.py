@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,42 +59,21 @@ class Updates:
         g, i = self._at[which]
         return self.optimizer.param_groups[g]["params"][i]
 
-    def run(self, which: Iterable[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters in one call: run the optimizer's step with all other parameters removed from its groups."""
+    def run(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Update some parameters in one call: run the optimizer's step on copies of their groups that have only them."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         chosen: dict[int, list[torch.Tensor]] = {}
-        for k, gradient in zip(which, gradients, strict=True):
-            g, i = self._at[k]
+        for (g, i), gradient in zip([self._at[k] for k in which], gradients, strict=True):
             parameter = groups[g]["params"][i]
             parameter.grad = gradient
             chosen.setdefault(g, []).append(parameter)
-        complete = [(groups[g], groups[g]["params"]) for g in chosen]
-        optimizer.param_groups = [group for group, _ in complete]
-        for g, parameters in chosen.items():
-            groups[g]["params"] = parameters
+        optimizer.param_groups = [{**groups[g], "params": parameters} for g, parameters in chosen.items()]
         try:
             self.step(optimizer)
         finally:
             optimizer.param_groups = groups
-            for group, parameters in complete:
-                for parameter in group["params"]:
-                    parameter.grad = None
-                group["params"] = parameters
-
-    def workspace_bytes(self, alone: Mapping[int, int]) -> int:
-        """Most bytes of temporary tensors of one call for some parameters, given those of each parameter alone.
-
-        ``foreach`` has the temporary tensors of a whole group at once, and is the default on CUDA. A loop over parameters frees
-        those of a parameter when it has made those of the next one.
-        """
-        sizes: dict[int, list[int]] = {}
-        for which, size in alone.items():
-            loops = self.parameter(which).device.type == "cpu" and not self.group(which).get("foreach")
-            known = sizes.setdefault(self.group_index(which), [])
-            known.append(size)
-            if loops:
-                known[:] = sorted(known)[-2:]
-        return max(map(sum, sizes.values()))
+            for parameter in itertools.chain(*chosen.values()):
+                parameter.grad = None
 
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""

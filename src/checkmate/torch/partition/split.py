@@ -47,6 +47,7 @@ class Task:
     on_planned: Callable[[CapturedJoint, Result], None]  # called before anything runs
     on_unplannable: Callable[[GraphError], None]  # raises, or returns and the graph runs as in PyTorch
     hold_last: bool = False  # the caller still holds the results of the step before
+    grouped: bool = True  # whether updates that can wait for others run with them in one call
     counted: Counted | None = None  # bytes of a plan that count against the budget
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
@@ -195,10 +196,8 @@ def _without_guesses(capture: Capture) -> Capture:
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=ops))
 
 
-def plan_whole_step(module: fx.GraphModule, task: Task, *, grouped: bool = True) -> fx.GraphModule:
+def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     """The module of a whole step that runs a plan; the given module, from AOTAutograd's inference compiler, is not changed.
-
-    Updates that can wait for others at no higher peak run together if ``grouped``.
 
     Raises:
         SplitError: The module would take more memory than planned.
@@ -209,7 +208,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task, *, grouped: bool = True)
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
-    plan, groups = group_updates(capture, result.plan, task.counted) if grouped else (result.plan, [])
+    plan, groups = group_updates(capture.graph, result.plan, task.counted) if task.grouped else (result.plan, [])
     result = msgspec.structs.replace(result, plan=plan)
     imposed = apply_plan(capture, plan)
     call_in_groups(imposed, groups)
