@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checkmate import Graph, OptionError
 from checkmate.core.budget import Budget, ResidentMemory, fixed_bytes, keep_all_bytes
+from checkmate.core.units import format_at_least
 
 
 def chain() -> Graph:
@@ -49,6 +52,8 @@ def test_a_budget_of_neither_or_both_is_refused(both):
         (" 14 B ", "14 B", False),
         ("14", "14 B", True),
         (14, "14 B", True),
+        (7, "7 B", True),
+        ("1e9", "953.67 MiB", True),
         (14.0, "14 B", True),
         ("8GiB", "8.00 GiB", False),
         ("8G", "8.00 GiB", False),
@@ -96,6 +101,38 @@ def test_a_share_refers_to_the_graph_that_it_was_resolved_for():
 
 
 def test_more_than_everything_takes_is_named_in_bytes():
-    """A share of 100 % and more would not be enough: something beside the graph takes memory."""
-    most = keep_all_bytes(chain())
-    assert Budget.parse("10%").at_least(most, chain()) == f"{most}B"
+    """A share of 100 % and more would not be enough: something beside the graph takes memory. A share of 0 % says nothing."""
+    for size in (fixed_bytes(chain()), keep_all_bytes(chain())):
+        assert Budget.parse("10%").at_least(size, chain()) == f"{size}B"
+
+
+@given(st.integers(0, 10**6), st.integers(2, 10**6), st.data())
+def test_a_hinted_share_is_enough_and_a_tenth_of_a_per_cent_less_is_not(fixed, above, data):
+    """What a hint suggests works when typed back, to the byte."""
+    size = data.draw(st.integers(fixed + 1, fixed + above - 1))
+    asked = Budget("10%", percentage=10.0, share_of=(fixed, fixed + above))
+    share, _, total = asked.at_least(size, chain()).partition(" ")
+    tenths = round(10 * float(share.removesuffix("%")))
+    assert (share, total) == (f"{tenths / 10:g}%", f"({format_at_least(size)})")
+    enough, less = (
+        Budget.parse(f"{t / 10}%").within(fixed_bytes=fixed, keep_all_bytes=fixed + above) for t in (tenths, tenths - 1)
+    )
+    assert less < size <= enough
+
+
+def test_a_share_counts_with_its_decimals():
+    """89.6 % of 2875 bytes are 2576: as a binary fraction it is a little less, and the last byte would be missing."""
+    assert Budget.parse("89.6%").within(fixed_bytes=0, keep_all_bytes=2875) == 2576
+
+
+def test_a_total_refers_to_nothing():
+    """It is the same number of bytes for every graph."""
+    assert Budget.parse("1KiB").reference(chain()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("amount", "keeps"), [("100%", True), ("100.5%", True), ("99.9%", False), ("1TiB", False), (100, False)], ids=repr
+)
+def test_a_budget_that_keeps_everything_is_a_share_of_100_percent(amount, keeps):
+    """Such a step needs no plan; of a total it is not known before its graph is."""
+    assert Budget.parse(amount).keeps_everything is keeps

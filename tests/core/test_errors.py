@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkmate.core import errors
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanError, WrongGraphError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanError, PlanNotFoundError, WrongGraphError
 
 BUILTINS = {
     "GraphError": ValueError,
@@ -56,3 +56,20 @@ def test_figures_that_are_not_known_are_empty():
     error = InfeasibleBudgetError("no")
     assert (str(error), error.hint) == ("no", "")
     assert (error.budget_bytes, error.floor_bytes, error.smallest_bytes, error.binding_op) == (0, 0, None, "")
+
+
+def test_a_plan_that_was_not_found_carries_its_figures():
+    """They say which budget to try next; without them nothing is known."""
+    error = PlanNotFoundError("no", hint="more", budget_bytes=1, smallest_bytes=2)
+    assert (str(error), error.budget_bytes, error.smallest_bytes) == ("no\n\nhint: more", 1, 2)
+    error = PlanNotFoundError("no")
+    assert (str(error), error.budget_bytes, error.smallest_bytes) == ("no", 0, None)
+
+
+def test_another_hint_changes_nothing_else():
+    """A front end knows a better remedy for the same fault; the first error stays as it was."""
+    error = PlanNotFoundError("no", hint="more", budget_bytes=1, smallest_bytes=2)
+    changed = error.with_hint("less")
+    assert (type(changed), str(changed), changed.message, changed.hint) == (PlanNotFoundError, "no\n\nhint: less", "no", "less")
+    assert (changed.budget_bytes, changed.smallest_bytes) == (1, 2)
+    assert str(error) == "no\n\nhint: more"

@@ -120,13 +120,15 @@ def test_a_plan_that_breaks_rules_is_refused_with_the_first_and_their_number():
     assert caught.value.message == "the plan cannot run: op 0 ('0') is never computed (and 2 more)"
 
 
-def test_the_two_accounts_of_memory_have_to_agree(monkeypatch):
-    """A simulation that counts a byte too little is an error of the program, and no plan runs on it."""
+@pytest.mark.parametrize(("bytes_less", "cost_less"), [(1, 0), (0, 1)], ids=["memory", "cost"])
+def test_the_two_accounts_have_to_agree(monkeypatch, bytes_less, cost_less):
+    """A simulation that counts too little is an error of the program, and no plan runs on it."""
 
-    def one_byte_less(graph: Graph, plan: Plan) -> object:
+    def less(graph: Graph, plan: Plan) -> object:
         timeline = simulate(graph, plan)
-        return dataclasses.make_dataclass("Counted", ["peak_bytes", "cost"])(timeline.peak_bytes - 1, timeline.cost)
+        counted = dataclasses.make_dataclass("Counted", ["peak_bytes", "cost"])
+        return counted(timeline.peak_bytes - bytes_less, timeline.cost - cost_less)
 
-    monkeypatch.setattr("checkmate.core.evaluate.simulate", one_byte_less)
+    monkeypatch.setattr("checkmate.core.evaluate.simulate", less)
     with pytest.raises(PlanError, match="the plan cannot run: "):
         evaluate(chain(), Plan.from_order(chain(), [0, 1, 2]))

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 import checkmate
 from checkmate import Curve, FileFormatError, Graph, Plan, Problem, WrongGraphError, simulate, solve
+from checkmate.core.errors import shortened
 from checkmate.core.files import formats, read_as, schema, schema_of, write_atomically
 from tests.strategies import graphs_and_orders
 
@@ -269,19 +270,24 @@ def test_the_published_schema_is_the_code(name):
     assert json.loads(path.read_text()) == json.loads(json.dumps(schema(name)))
 
 
-@pytest.mark.parametrize("figure", [10**400, 2**63, -1], ids=["huge", "2**63", "-1"])
+@pytest.mark.parametrize("figure", [10**400, 2**62 + 1, -1], ids=["huge", "2**62+1", "-1"])
 @pytest.mark.parametrize("name", ["budget_bytes", "peak_bytes", "cost", "floor_bytes"])
 def test_figures_of_results_and_curves_are_amounts(tmp_path, name, figure):
     """What cannot be a number of bytes or a cost is not drawn: a float does not hold it."""
     graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
-    for content in (solve(Problem(graph, "100%")), checkmate.pareto(graph, points=2)):
-        path = tmp_path / "x.json"
+    curve = checkmate.pareto(graph, points=2)
+    path = tmp_path / "x.json"
+    for content in (solve(Problem(graph, "100%")), msgspec.structs.replace(curve, points=curve.points[:1])):
         checkmate.write(content, path)
         document = json.loads(path.read_text())
-        holder = document["points"][-1] if "points" in document and name != "floor_bytes" else document
+        holder = document["points"][0] if "points" in document and name != "floor_bytes" else document
         if name not in holder:
             continue
+        holder[name] = 2**62
+        path.write_text(json.dumps(document))
+        assert checkmate.read(path)
         holder[name] = figure
         path.write_text(json.dumps(document))
-        with pytest.raises(FileFormatError):
+        with pytest.raises(FileFormatError) as caught:
             checkmate.read(path)
+        assert str(caught.value) == f"{path}: {name} {shortened(str(figure))} is not between 0 and {2**62}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -84,6 +85,20 @@ def test_an_order_that_cannot_run_is_refused_in_words():
         with pytest.raises(PlanError) as caught:
             Plan.from_order(diamond(), [0, wrong])
         assert str(caught.value) == f"the order computes op {wrong} of 4"
+
+
+def test_a_plan_is_for_every_graph_of_the_structure_after_its_plus():
+    """Workspace and resident bytes differ from process to process, and each captures its graph anew."""
+    graph = diamond()
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=7) for op in graph.ops)
+    again = msgspec.structs.replace(graph, ops=ops, resident_bytes=9)
+    plan = Plan.from_order(graph, range(4))
+    named = msgspec.structs.replace(plan, graph_digest=f"{graph.digest}+{graph.structure}")
+    assert [named.is_for(graph), named.is_for(again)] == [True, False]
+    assert again.structure == graph.structure == graph.digest
+    assert [named.is_for_structure_of(graph), named.is_for_structure_of(again)] == [True, True]
+    other = Graph.from_dag(cost=[1] * 4, size_bytes=[4, 2, 3, 1], edges=[(0, 1)])
+    assert [named.is_for_structure_of(other), plan.is_for_structure_of(graph)] == [False, False]
 
 
 def test_steps_and_orders_may_be_any_iterable():

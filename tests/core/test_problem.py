@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate import Graph, Op, OptionError, Plan, Problem, UnitError, Value, simulate, solve
+from checkmate import Graph, HostMemory, Op, OptionError, Plan, Problem, UnitError, Value, simulate, solve
 from checkmate.core.budget import fixed_bytes, keep_all_bytes
 from checkmate.studies.lifetimes import storage_lifetimes
 from tests.strategies import graphs
@@ -107,10 +107,32 @@ def test_a_problem_tells_its_budget_as_it_was_written():
     asked = Problem(chain(), "50%")
     assert asked.describe_budget() == "50% of what can be given up: 14 B of 18 B in all"
     assert asked.replace_budget(13).describe_budget() == "50% of what can be given up: 13 B of 18 B in all"
-    assert asked.without_host().budget.text == "50%"
     assert asked == Problem(chain(), 14)
     assert hash(asked) == hash(Problem(chain(), 14))
     assert Problem(chain(), "14 B").describe_budget() == Problem(chain(), 14).describe_budget() == "14 B"
+
+
+HOST = HostMemory(100, 10**9, 10**9)
+
+
+def test_a_problem_keeps_its_host_and_may_be_asked_without_it():
+    """Another budget is asked with the same rules; without copies only the host is gone, not the words of the budget."""
+    for reorder in (False, True):
+        problem = Problem(chain(), "50%", "forward", reorder, HOST)
+        assert problem.replace_budget(9) == Problem(chain(), 9, "forward", reorder, HOST)
+        alone = problem.without_host()
+        assert alone == Problem(chain(), 14, "forward", reorder)
+        assert (alone.host, alone.budget.text) == (None, "50%")
+
+
+def test_copies_need_costs_in_nanoseconds():
+    """A copy takes nanoseconds, which do not add up with operations; without a host any unit will do."""
+    counted = Graph(chain().ops, chain().values, cost_unit="FLOP", name="net")
+    assert Problem(counted, 12).host is None
+    with pytest.raises(OptionError) as caught:
+        Problem(counted, 12, host=HOST)
+    assert caught.value.message == "copies to the host take nanoseconds, and the costs of graph 'net' are in 'FLOP'"
+    assert caught.value.hint == "measure or estimate the costs in nanoseconds (cost_unit='ns'), or leave out the host"
 
 
 def test_a_graph_without_a_budget_is_no_problem():

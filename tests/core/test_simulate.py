@@ -59,6 +59,7 @@ def test_a_plan_without_steps_holds_what_is_resident():
     graph = Graph((), (), resident_bytes=7)
     timeline = simulate(graph, Plan(()))
     assert (timeline.peak_bytes, timeline.peak_step, timeline.cost, timeline.bytes.tolist()) == (7, 0, 0, [])
+    assert (timeline.host_peak_bytes, timeline.copies) == (0, ())
 
 
 @given(graphs_and_orders())

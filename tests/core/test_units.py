@@ -48,6 +48,8 @@ def test_a_number_and_its_unit_multiply(number, unit, case, space):
         ("0", 0),
         (" 1 ", 1),
         (np.int64(3), 3),
+        (2**62, 2**62),
+        ("4194304TiB", 2**62),
     ],
     ids=repr,
 )
@@ -105,12 +107,13 @@ def test_a_fraction_of_a_byte_is_taken_for_a_share_that_was_meant(amount, share)
     assert caught.value.hint.startswith(f"did you mean {share!r}? Otherwise write an amount such as '8GiB'")
 
 
-@pytest.mark.parametrize("percent", ["1e308", "1e9", "9" * 100])
+@pytest.mark.parametrize("percent", ["1e308", "1e9", "9" * 100, "100000.5"])
 def test_a_share_without_measure_is_refused(percent):
     """It would be more bytes than 64 bits count."""
     with pytest.raises(UnitError) as caught:
         Budget.parse(f"{percent}%")
     assert caught.value.message == f"'{percent}%' is more than 100000%"
+    assert caught.value.hint == "give 100%, which keeps everything, or less"
     assert Budget.parse("100000%").within(fixed_bytes=0, keep_all_bytes=2**60) == 2**62
 
 

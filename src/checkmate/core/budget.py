@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
@@ -22,7 +23,7 @@ def fixed_bytes(graph: Graph) -> int:
     Kept storages include gradients that the step leaves and outputs that its caller holds. At its end a whole step has consumed
     its gradients.
     """
-    kept = {root for root, value in zip(graph.root, graph.values, strict=True) if value.kept}
+    kept = {graph.root[v] for v, value in enumerate(graph.values) if value.kept}
     return graph.resident_bytes + sum(graph.values[v].size_bytes for v in kept)
 
 
@@ -164,7 +165,8 @@ class Budget:
         if self.total_bytes is not None:
             return self.total_bytes
         assert self.percentage is not None
-        return min(fixed_bytes + int((keep_all_bytes - fixed_bytes) * self.percentage / 100), MOST_BYTES)
+        share = Fraction(str(self.percentage))  # 75.1 as a float is less, by which a suggested share would fall a byte short
+        return min(fixed_bytes + (keep_all_bytes - fixed_bytes) * share // 100, MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

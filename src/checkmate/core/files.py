@@ -250,7 +250,7 @@ def schema_of(name: str, kind: type) -> dict[str, Any]:
     document = msgspec.json.schema(kind)
     definition = document["$defs"][kind.__name__]
     definition["properties"] = {"format": {"const": name}, **definition["properties"]}
-    definition["required"] = ["format", *definition.get("required", [])]
+    definition["required"] = ["format", *definition["required"]]
     return {"$id": name, "title": name, **document}
 
 

@@ -181,14 +181,14 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
                 f"cost, size_bytes, names, backward describe {count}, {len(size_bytes)}, {len(labels)}, {len(phases)} nodes",
                 hint="give each of them one entry a node",
             )
-        inputs: list[dict[int, None]] = [{} for _ in range(count)]
+        inputs: list[set[int]] = [set() for _ in range(count)]
         for u, v in edges:
             if not 0 <= u < v < count:
                 raise GraphError(
                     f"edge ({u}, {v}) does not go from a lower to a higher node of 0..{count - 1}",
                     hint="number the nodes in a topological order; a cycle has none",
                 )
-            inputs[v][operator.index(u)] = None
+            inputs[v].add(operator.index(u))
         keep = set(kept)
         return cls(
             ops=tuple(
@@ -324,7 +324,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def structure(self) -> str:
         """Hash like `digest`, without resident bytes and workspace, which depend on the process."""
         ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in self.ops)
-        return msgspec.structs.replace(self, ops=ops, resident_bytes=0).digest
+        return msgspec.structs.replace(self, ops=ops).digest
 
     def _only_views(self, op: Op) -> bool:
         if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:

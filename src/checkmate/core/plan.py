@@ -230,9 +230,9 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             live.update(graph.ops[op].outputs)
         R = np.zeros((len(rows), len(graph.ops)), dtype=np.bool_)
         S = np.zeros_like(R)
-        for t, (row, hold) in enumerate(zip(rows, held, strict=True)):
+        for t, row in enumerate(rows):
             R[t, row] = True
-            S[t, sorted(hold)] = True
+            S[t, sorted(held[t])] = True
         return Stages(R, S)
 
 
@@ -279,6 +279,6 @@ def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None =
         if not (graph.values[v].kept and newest[v] == made):
             after[last[v, made]].append(Free(v))
     steps: list[Step] = []
-    for step, following in zip(sequence, after, strict=True):
-        steps += following if isinstance(step, Free) else (step, *following)
+    for p, step in enumerate(sequence):
+        steps += after[p] if isinstance(step, Free) else (step, *after[p])
     return Plan(tuple(steps), graph.digest, host)

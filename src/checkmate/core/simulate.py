@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,10 +33,6 @@ class Copy(NamedTuple):
     end_ns: int
 
 
-def _no_bytes() -> npt.NDArray[np.int64]:
-    return np.zeros(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
     """Bytes and cost of a plan, step by step.
@@ -56,8 +52,8 @@ class Timeline:
     plan: Plan
     bytes: npt.NDArray[np.int64]
     cost: int
-    host_bytes: npt.NDArray[np.int64] = field(default_factory=_no_bytes)
-    copies: tuple[Copy, ...] = ()
+    host_bytes: npt.NDArray[np.int64]
+    copies: tuple[Copy, ...]
 
     @property
     def peak_bytes(self) -> int:

@@ -172,8 +172,8 @@ class _Table:
             return
         storage = len(self.names)
         self.names[storage] = [v, step, -1]
-        self.sharers.append(0)
-        self._point(v, storage, step)
+        self.sharers.append(1)
+        self.current[v] = storage
         self.copied[v].append(step)
         self.moves[storage] = [step]
         self.fetched[storage] = step
