@@ -179,7 +179,7 @@ def test_two_to_the_sixty_of_cost_are_a_graph():
     assert graph(2**59, 2**59).cost == 2**60
     with pytest.raises(GraphError, match="the costs of graph '' sum to") as caught:
         graph(2**59, 2**59, 1)
-    assert "cost_unit" in caught.value.hint
+    assert caught.value.hint == "use a larger unit for costs, and name it in cost_unit"
 
 
 def test_defaults_are_the_plainest_op_and_value():
@@ -269,6 +269,13 @@ def test_a_view_shares_the_storage_of_its_source(graph):
         else:
             assert source == next(u for u in op.inputs if graph.root[u] == graph.root[v])
         assert value.base is None or source in op.inputs or (source in op.outputs and graph.values[source].base is None)
+
+
+@pytest.mark.parametrize("inputs", [(0, 1), (1, 0)])
+def test_a_view_shares_the_storage_of_its_base_whichever_input_comes_first(inputs):
+    """Another view of the base may be of an instance that was computed before."""
+    ops = (Op("a", (), (0,), 1), Op("view", (0,), (1,), 0), Op("both", inputs, (2,), 0))
+    assert Graph(ops, (Value("x", 4), Value("y", 0, base=0), Value("z", 0, base=0))).storage_from == (0, 0, 0)
 
 
 def views(*more: Op, order: tuple[tuple[int, int], ...] = (), **changes: object) -> Graph:

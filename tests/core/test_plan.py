@@ -95,6 +95,7 @@ def test_a_plan_is_for_every_graph_of_the_structure_after_its_plus():
     plan = Plan.from_order(graph, range(4))
     named = msgspec.structs.replace(plan, graph_digest=f"{graph.digest}+{graph.structure}")
     assert [named.is_for(graph), named.is_for(again)] == [True, False]
+    assert validate(graph, named) == ()
     assert again.structure == graph.structure == graph.digest
     assert [named.is_for_structure_of(graph), named.is_for_structure_of(again)] == [True, True]
     other = Graph.from_dag(cost=[1] * 4, size_bytes=[4, 2, 3, 1], edges=[(0, 1)])

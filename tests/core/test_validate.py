@@ -248,6 +248,28 @@ def test_a_view_holds_the_storage_it_was_made_from():
     assert validate(graph, plan, 8) == (Violation("budget", 8, "9 B are held, 1 bytes over the budget of 8 B"),)
 
 
+def test_a_view_shares_the_storage_of_its_owner_whatever_else_its_op_reads():
+    """By hand: `z` and `w` hold the storage of `y` through other views of it; that of `x` goes with its last view."""
+    graph = Graph(
+        ops=(
+            Op("a", (), (0, 1), 1),
+            Op("views", (0, 1), (2, 3), 0),
+            Op("view of one", (2, 3), (4,), 0),
+            Op("view of a view", (4,), (5,), 0),
+            Op("end", (5,), (6,), 1),
+        ),
+        values=(
+            Value("x", 4), Value("y", 6), Value("of x", 0, base=0), Value("of y", 0, base=1), Value("z", 0, base=1),
+            Value("w", 0, base=3), Value("end", 20),
+        ),
+    )  # fmt: skip
+    steps = (Compute(0), Compute(1), Compute(2), *(Free(v) for v in range(4)), Compute(3), Free(4), Compute(4))
+    plan = Plan(steps)
+    assert simulate(graph, plan).bytes.tolist() == naive_bytes(graph, plan) == [10, 10, 10, 10, 10, 6, 6, 6, 6, 26]
+    assert validate(graph, plan, 26) == ()
+    assert validate(graph, plan, 25) == (Violation("budget", 9, "26 B are held, 1 bytes over the budget of 25 B"),)
+
+
 def test_wrong_indices_are_violations_not_crashes():
     """A foreign plan is refused in words."""
     graph = Graph((Op("a", (), (0,), 1, workspace_bytes=3),), (Value("v", 1),))

@@ -242,8 +242,10 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         found = list(range(len(self.values)))
         for o, op in enumerate(self.ops):
             left = {v for v in op.outputs if self.values[v].base is not None}
-            inputs = set(op.inputs) if left else ()
-            read = {self.root[v]: v for v in reversed(op.inputs)} if left else {}
+            if not left:
+                continue
+            inputs = set(op.inputs)
+            read = {self.root[v]: v for v in reversed(op.inputs)}
             for v in op.outputs:
                 path: list[int] = []
                 u = v
@@ -402,7 +404,9 @@ def _check_views(graph: Graph) -> None:
     roots = graph.root
     for o, op in enumerate(graph.ops):
         views = [v for v in op.outputs if graph.values[v].base is not None]
-        read = {roots[u] for u in op.inputs} if views else ()
+        if not views:
+            continue
+        read = {roots[u] for u in op.inputs}
         for v in views:
             name, base = graph.values[v].name, graph.values[v].base
             if base is not None and graph.producer[base] != o and roots[v] not in read:

@@ -85,10 +85,10 @@ def validate(
     if budget_bytes is not None:
         found += _check_budget(graph, plan, table, budget_bytes)
     bus = host or plan.host
-    if bus is not None and plan.host is not None:
+    if bus is not None:
         found += _check_host(graph, table, bus.bytes, end)
     if cost is not None and not found:
-        found += _check_cost(graph, plan, table, bus, cost)
+        found = _check_cost(graph, plan, table, bus, cost)
     return tuple(sorted(found, key=lambda violation: violation.step))
 
 
