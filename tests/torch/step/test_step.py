@@ -188,9 +188,9 @@ def test_a_line_of_a_log_does_not_break_the_graph() -> None:
 def test_settings_that_cannot_be_logged_are_not(fails: Callable[..., list[Any]]) -> None:
     """PyTorch 2.11 sorts the functions among Dynamo's settings at each compilation, and prints a traceback."""
     fails("torch._dynamo.utils._get_dynamo_config_for_logging", TypeError("'<' not supported"))
-    with dynamo.patched_settings(ignore_logger_methods={len, print}):
+    with dynamo.patched_settings(ignore_logging_functions={len, print}):
         assert dynamo.dynamo_utils._get_dynamo_config_for_logging() is None
-        assert dynamo.dynamo_config.ignore_logger_methods == {len, print}
+        assert dynamo.dynamo_config.ignore_logging_functions == {len, print}
     with pytest.raises(TypeError):
         dynamo.dynamo_utils._get_dynamo_config_for_logging()
 

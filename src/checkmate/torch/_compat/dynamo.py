@@ -208,7 +208,7 @@ def _frame_record(metrics: Any) -> FrameRecord:
 
 @contextmanager
 def patched_settings(**settings: Any) -> Generator[None]:
-    """Context with some settings of Dynamo, which may be sets of functions.
+    """Context with some settings of Dynamo, which may be sets of functions; no alias of a setting has an effect.
 
     PyTorch 2.11 and 2.12 sort these sets to log them, which fails with a traceback.
     """
@@ -219,43 +219,45 @@ def patched_settings(**settings: Any) -> Generator[None]:
             return log()
         return None
 
-    with dynamo_config.patch(**settings), replaced(dynamo_utils, "_get_dynamo_config_for_logging", logged):
-        yield
+    with replaced(dynamo_utils, "_get_dynamo_config_for_logging", logged):
+        revert = dynamo_config._make_closure_patcher(**settings)()  # an eighth of the time of `dynamo_config.patch`
+        try:
+            yield
+        finally:
+            revert()
 
 
-@contextmanager
-def recurrent_layers_outside() -> Generator[None]:
-    """Context in which Dynamo breaks the graph at `nn.LSTM`, `nn.GRU` and `nn.RNN`.
+class RecurrentLayersOutside(AbstractContextManager[None]):
+    """Context in which Dynamo breaks the graph at `nn.LSTM`, `nn.GRU` and `nn.RNN`; several threads may be in such contexts.
 
     Otherwise Dynamo skips the whole function; or, if ``allow_rnn`` is set, it traces every time step.
     """
-    if dynamo_config.allow_rnn:
-        yield
-        return
-    with dynamo_config.patch(allow_rnn=True), _FORWARDS:
-        yield
 
-
-class _RecurrentForwards:
-    """Context in which recurrent layers have forwards that Dynamo does not trace; several threads may be in it."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
+    _lock, _inside = threading.Lock(), 0
 
     def __enter__(self) -> None:
+        self._revert: Callable[[], None] | None = None
+        if dynamo_config.allow_rnn:
+            return
         with self._lock:
-            self._inside += 1
-            for layer, (_, untraced_forward) in _recurrent_layers().items():
+            RecurrentLayersOutside._inside += 1
+            for layer, (_, untraced_forward) in _recurrent_layers().items() if self._inside == 1 else ():
                 layer.forward = untraced_forward
+        self._revert = _trace_recurrent_layers()()
 
     def __exit__(self, *_: object) -> None:
+        if self._revert is None:
+            return
+        self._revert()
         with self._lock:
-            self._inside -= 1
+            RecurrentLayersOutside._inside -= 1
             for layer, (forward, _) in _recurrent_layers().items() if not self._inside else ():
                 layer.forward = forward
 
 
-_FORWARDS = _RecurrentForwards()
+@functools.cache
+def _trace_recurrent_layers() -> Callable[[], Callable[[], None]]:
+    return dynamo_config._make_closure_patcher(allow_rnn=True)
 
 
 @functools.cache

@@ -25,9 +25,9 @@ from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.torch._compat.dynamo import (
     RECURRENT,
     CompileLog,
+    RecurrentLayersOutside,
     TorchRuntimeError,
     autograd_nodes,
-    recurrent_layers_outside,
     runs_eagerly_on_request,
     untraced,
     watch_compilations,
@@ -114,7 +114,7 @@ class CompiledCalls:
     """The calls of one compiled function. Calling it makes the context of one call."""
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options, self.budget = options, options.planning.budget
         self.planned = False
         self.evaluations = 0
         self._skipped: dict[Place, None] = {}  # places at which Dynamo compiled nothing of a function
@@ -171,8 +171,7 @@ class CompiledCalls:
         where = f"Dynamo compiled no graph of it. {listed(places)}" if places else "Dynamo traced no function of it"
         message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
         hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
-        budget = self.options.planning.budget
-        if self.options.unplanned == "error" and (budget is None or not budget.keeps_everything):
+        if self.options.unplanned == "error" and (self.budget is None or not self.budget.keeps_everything):
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if self._untold(places or [Place("", "", 0, "")]):
             _log.warning("%s\nhint: %s", message, hint)
@@ -198,9 +197,9 @@ class Call:
         if _thread.call is None:
             with ExitStack() as contexts:
                 if torch.is_grad_enabled():
-                    coordinator().begin_call(self._calls, self._calls.options.planning.budget)
+                    coordinator().begin_call(self._calls, self._calls.budget)
                 watch_compilations(_compile_began, _compile_ended)
-                contexts.enter_context(recurrent_layers_outside())
+                contexts.enter_context(RecurrentLayersOutside())
                 self._evaluates = not torch.is_grad_enabled()
                 # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, with none
                 # left for training: calls without gradients are compiled for three shapes.

@@ -103,7 +103,7 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
     # Methods of loggers that Dynamo has to skip, including ``warning_once`` and others of libraries.
     methods = {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
     try:
-        settings = patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=methods)
+        settings = patched_settings(**_DYNAMO_CONFIG, ignore_logging_functions=methods)
         with torch.enable_grad(), _without_log_of_shapes(), settings:
             return run(args, kwargs)
     except (Unsupported, TorchRuntimeError, UserError) as error:

@@ -38,9 +38,9 @@ class GradientSources:
         known = self._sole.get(id(leaf))
         return known[1] if known is not None and known[0]() is leaf else None
 
-    def seen(self, leaf: torch.Tensor) -> bool:
-        """Whether a backward has recorded a leaf."""
-        return self._known(leaf) is not None
+    def unseen(self, leaves: Mapping[int, torch.Tensor]) -> list[int]:
+        """The keys of leaves that no backward has recorded."""
+        return [k for k, leaf in leaves.items() if id(leaf) not in self._sole]  # a leaf that is freed is forgotten
 
     def record(self, leaf: torch.Tensor, sole: bool) -> None:
         """Record whether a leaf got its gradient from one compiled backward alone; a leaf that once got others stays False."""
@@ -78,7 +78,7 @@ class Accumulation(AbstractContextManager[None]):
 
     def __init__(self, leaves: Mapping[int, torch.Tensor], positions: Set[int], sources: GradientSources) -> None:
         self._sources = sources
-        unseen = [k for k, leaf in leaves.items() if not sources.seen(leaf)]
+        unseen = sources.unseen(leaves)
         adding = [k for k in positions if k in leaves and sources.accumulates(leaves[k])]
         # With create_graph=True, which keeps the graph, autograd adds out of place.
         nodes = grad_accumulators() if (adding or unseen) and not keeps_graph() else {}

@@ -13,7 +13,8 @@ from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
-from checkmate.torch.steps.recorder import Run, StepRecorder
+from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.run import Run
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -19,7 +19,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ from checkmate.torch.steps.announcements import Announcements, held_in_flight
 from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
-from checkmate.torch.steps.recorder import Run, StepRecorder
+from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.run import Run
 from checkmate.torch.steps.state import StateMachine, StepEvent, StepState
 from checkmate.torch.steps.step_plan import StepPlan
 
@@ -122,11 +123,13 @@ class Coordinator:
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with _LOCK:
+            self._recorder.leave()
             return sum(held_in_flight(self._pending).values())
 
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph with some inputs and their gradients, nor to the present step."""
         with _LOCK:
+            self._recorder.leave()
             known = held_in_flight(self._pending) | ({} if self._recorder.over else self._recorder.present())
             if device.type == "cuda" or self._memory is None or not self.in_flight:
                 gc.collect()  # compilation leaves cycles, which hold earlier models
@@ -178,6 +181,7 @@ class Coordinator:
     def _see_eager_op(self, op: EagerOp) -> None:
         recorder = self._recorder
         with self._update():
+            recorder.leave()
             for tensor in op.given:
                 # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
                 if not any(storage_key(tensor) in run.held for run in self._pending):
@@ -192,11 +196,9 @@ class Coordinator:
                 if self._calling and not recorder.forwards and self._budget is not None:
                     self._announcements.before_any_graph(self._budget, tensor.device)
 
-    @contextlib.contextmanager
-    def _update(self) -> Generator[None]:
+    def _update(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the account of the step changes; see `StateMachine.update`."""
-        with _LOCK, self._machine.update(), self._eager.paused():
-            yield
+        return self._machine.update(_LOCK, self._eager.paused())
 
     def _recover(self) -> None:
         """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
@@ -237,7 +239,8 @@ class Coordinator:
             weakref.finalize(token.untyped_storage(), _drop, key := storage_key(token)).atexit = False
             _IN_FLIGHT[key] = self, run
             with self._update():
-                run.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in run.inputs)
+                if self._recorder.like is None:
+                    run.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in run.inputs)
                 self._recorder.end_forward(run, results[: planned.num_outputs])
                 self._pending.append(run)
                 self._announcements.after_segment()
@@ -254,9 +257,10 @@ class Coordinator:
                 self._begin_step(planned, args)
             program = self._planned_program(planned)
             run = self._recorder.begin_forward(planned, program or planned.own, args, transient)
-            inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
-            # Transient inputs are counted with their wrapper.
-            run.inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
+            if self._recorder.like is None:
+                inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
+                # Transient inputs are counted with their wrapper.
+                run.inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
             if run.program.undefined:
                 run.arguments = ForwardArguments(planned, args)
             if program is None:
@@ -330,6 +334,7 @@ class Coordinator:
             self._new_recorder(watched=self._eager.is_watched)
         self._plan, self._position, self._updated = None, 0, False
         self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
+        self._recorder.like = None if self._eager.is_watched else self.steps.record_to_follow(planned)
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)

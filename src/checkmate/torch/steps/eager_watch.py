@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -84,7 +84,7 @@ class EagerCode:
         self._report = report
         self._watch: EagerWatch | None = None
         self._complete = True  # whether all watched eager code was measured
-        self._callers = WeakSet[Any]()  # compiled functions that were called in the step
+        self._callers = set[Any]()  # compiled functions that were called in the step
         self._seen = WeakSet[Any]()  # functions of steps whose eager code has been seen
 
     @property
@@ -114,22 +114,16 @@ class EagerCode:
         if self._watch is not None:
             self._watch.paused = paused
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Context of code that is not the user's."""
-        watch = self._watch
-        if watch is None:
-            yield
-            return
-        before, watch.paused = watch.paused, True
-        try:
-            yield
-        finally:
-            watch.paused = before
+        return nullcontext() if self._watch is None else _paused(self._watch)
 
     def end_step(self, seen: bool) -> None:
         """Note that the step of the called functions is over, and whether its eager code was seen."""
-        self._seen = self._seen | self._callers if seen and self._complete else self._seen - self._callers
+        if seen and self._complete:
+            self._seen |= self._callers
+        else:
+            self._seen -= self._callers
         self._callers.clear()
 
     def forget(self) -> None:
@@ -137,6 +131,15 @@ class EagerCode:
         self.end()
         self._callers.clear()
         self._seen.clear()
+
+
+@contextmanager
+def _paused(watch: EagerWatch) -> Generator[None]:
+    before, watch.paused = watch.paused, True
+    try:
+        yield
+    finally:
+        watch.paused = before
 
 
 def _parts(values: object) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_
 from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
-from checkmate.torch.steps.recorder import SeenStorage, StepRecorder, StepSequence, StorageRef, gradient_parts
+from checkmate.torch.steps.recorder import StepRecorder, StepSequence
+from checkmate.torch.steps.run import SeenStorage, StorageRef, gradient_parts, gradients_of
 from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
@@ -45,6 +46,18 @@ class KnownStep:
     cleared: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)  # leaves whose gradients were not set to None in some step
     compiled_again: bool = False  # whether Dynamo compiled one of its graphs again, into an equal one
+    following: int = 0  # how many steps have followed its record
+    outside: int | None = None  # bytes that the newest look found outside, without state to come; None before a look
+    # Leaves that its graphs and eager code read, by weak references.
+    leaves: list[Callable[[], torch.Tensor | None]] = field(init=False)
+    resident_bytes: int = field(init=False)  # of what exists before its first segment: its inputs, and what eager code made
+
+    def __post_init__(self) -> None:
+        """Look up what the record does not change any more."""
+        record = self.recorder
+        runs = (leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves)
+        self.leaves = [*runs, *record.eager_leaves.values()]
+        self.resident_bytes = record.input_bytes + record.early_bytes
 
     def note_compiled_again(self) -> None:
         """Note that its graphs are compiled again; drop plans with pieces, which were made from nodes of the earlier graphs."""
@@ -56,6 +69,8 @@ class KnownStep:
     ) -> Gradients:
         """The gradients before the step."""
         runs = self.recorder.runs
+        if existing is None and not gradients_of(self.leaves):
+            return Gradients(frozenset(), (frozenset(),) * len(runs))
         leaves = [[(k, t) for k, leaf in run.leaves if (t := leaf()) is not None] for run in runs]
         if existing is None:
             existing = {id(t) for each in leaves for _, t in each if t.grad is not None}
@@ -129,12 +144,6 @@ class KnownStep:
         """Bytes that are no reason to plan the step again: a script that keeps its losses has one scalar more in every step."""
         return 64 * self.scalar_bytes
 
-    @property
-    def leaves(self) -> list[Callable[[], torch.Tensor | None]]:
-        """Leaves that its graphs and eager code read, by weak references."""
-        record = self.recorder
-        return [*(leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves), *record.eager_leaves.values()]
-
     def gradient_storages(self) -> dict[int, int]:
         """Bytes of each gradient that exists now, by the key of its storage."""
         return {storage_key(part): storage_bytes(part) for part in gradient_parts(self.leaves)}
@@ -143,6 +152,16 @@ class KnownStep:
     def eager_bytes(self) -> int:
         """Peak bytes of eager code in the step, its inputs included."""
         return self.recorder.eager_peak_bytes + self.recorder.eager_input_bytes
+
+    def record_to_follow(self, first: PlannedGraph) -> StepRecorder | None:
+        """The record, for a step that begins with a graph and is not recorded itself; None for each hundredth, which is."""
+        record = self.recorder
+        self.following += 1
+        if self.following % 100 == 0:
+            self.outside = None
+            return None
+        complete = not record.abandoned and all(run.tensors and not run.planned.dynamic for run in record.runs)
+        return record if complete and self.first is first else None
 
     def facts(self, room: StepRoom, allotted: StepAllotment | None, compiled_for_plan: bool) -> StepFacts:
         """The facts that decide how the step runs, given the allotment of its first graph."""
@@ -223,12 +242,15 @@ class OutlivingStorages:
         self._eager: dict[StepSequence, list[_EagerLeftover]] = {}  # of the steps of each kind in which eager code was seen
         self._unseen: dict[StepSequence, list[_EagerLeftover]] = {}  # those of them that were not found after the newest step
         self._held: set[StepSequence] = set()  # kinds of steps that end before those storages are freed
+        self._besides: dict[StepRecorder, dict[int, _Outliving]] = {}  # those that a step of a kind is not given
 
     def add(self, recorder: StepRecorder) -> None:
         """Take over the storages that a step leaves at its end."""
         sequence = recorder.sequence
         self._number += 1
         self._newest[sequence] = self._number
+        if recorder.like is None:
+            self._besides.clear()
         unseen = [] if recorder.watched else list(self._eager.get(sequence, ()))
         eager: list[_EagerLeftover] = []
         gradients = {storage_key(part) for part in gradient_parts(recorder.eager_leaves.values())}
@@ -241,10 +263,16 @@ class OutlivingStorages:
             elif last is not None and seen.eager is not None and key not in gradients:  # those are looked up by their leaves
                 eager.append(_EagerLeftover(seen.size_bytes, last))
             made = None if last is None else sequence
-            self._found[key] = _Outliving(seen.storage, seen.size_bytes, made, last or 0, self._number)
+            self._note(key, _Outliving(seen.storage, seen.size_bytes, made, last or 0, self._number))
         self._unseen[sequence] = unseen
         if recorder.watched:
             self._eager[sequence] = eager
+
+    def _note(self, key: int, known: _Outliving) -> None:
+        self._found[key] = known
+        for recorder, besides in self._besides.items():
+            if (storage := known.storage()) is not None and not recorder.is_given(key, storage):
+                besides[key] = known
 
     def _is_known(self, key: int, seen: SeenStorage) -> bool:
         known = self._found.get(key)
@@ -257,7 +285,7 @@ class OutlivingStorages:
             return 0
         return sum(
             known.size_bytes
-            for key, known in self._found.items()
+            for key, known in self._not_given(recorder.like or recorder).items()
             if known.sequence == sequence and known.number == newest and known.last < len(recorder.segments)
             if key not in gradients and (storage := known.storage()) is not None and not recorder.is_given(key, storage)
         )
@@ -291,8 +319,18 @@ class OutlivingStorages:
         return {key: known.size_bytes for key, known in self._alive(recorder, gradients).items()}
 
     def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Outliving]:
-        found = {key: (known, storage) for key, known in self._found.items() if (storage := known.storage()) is not None}
-        self._found = {key: known for key, (known, _) in found.items()}
-        return {
-            key: known for key, (known, storage) in found.items() if key not in gradients and not recorder.is_given(key, storage)
+        return {key: known for key, known in self._not_given(recorder).items() if key not in gradients}
+
+    def _not_given(self, recorder: StepRecorder) -> dict[int, _Outliving]:
+        """Storages that are alive, and were not among the inputs of a step when it was recorded, by their keys."""
+        found = self._besides.get(recorder)
+        if found is None:
+            self._found = {key: known for key, known in self._found.items() if known.storage() is not None}
+            found = self._found
+        alive = {
+            key: known
+            for key, known in found.items()
+            if (storage := known.storage()) is not None and not (found is self._found and recorder.is_given(key, storage))
         }
+        self._besides[recorder] = alive
+        return alive

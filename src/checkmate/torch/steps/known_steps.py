@@ -44,6 +44,7 @@ class KnownSteps:
 
     def close(self, recorder: StepRecorder) -> None:
         """End the record of a step, complete or not, and note the storages that the step leaves."""
+        recorder.leave()
         recorder.close()
         self._outliving.add(recorder)
 
@@ -125,6 +126,10 @@ class KnownSteps:
             step.note_compiled_again()
         return None if step is None else self._plan_of(step, args)
 
+    def record_to_follow(self, first: PlannedGraph) -> StepRecorder | None:
+        """The record that the present step follows, which begins with a graph; None if it is recorded itself."""
+        return None if self._expected is None else self._expected.record_to_follow(first)
+
     def note_compiled_again(self) -> None:
         """Note that the present step runs a graph that is equal to the graph in its plan, but not the same object."""
         if self._expected is not None:
@@ -203,12 +208,15 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | self._outliving.alive(record, gradients)
-        inputs = record.input_bytes + record.early_bytes
+        inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
             recorded = {seen for seen in record.runs[0].given if seen is not None}
             inputs += unique_bytes(now, current_bytes) - sum(seen.size_bytes for seen in recorded)
         outside = memory.besides(known) - inputs - first.counted_bytes - self._outliving.unseen_bytes(record)
+        if first.device.type == "cuda" and outside == step.outside:
+            return  # no optimizer has made its state since; to find one takes a look at all objects
+        step.outside = outside
         trained = [t for leaf in step.leaves if (t := leaf()) is not None]
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
@@ -216,7 +224,7 @@ class KnownSteps:
         """Bytes in each interval besides the inputs and results of the step; gradients that the step clears are included."""
         found = self._outliving.bytes_from_earlier_steps(step.recorder, storages)
         earlier = [step.outside_bytes + size for size in found]
-        for size, last in step.cleared_storages(gradients).values():
+        for size, last in step.cleared_storages(gradients).values() if storages else ():
             earlier[: last + 1] = [before + size for before in earlier[: last + 1]]
         # Ranks agree on resident bytes, and stop if their graphs differ.
         return tuple(earlier) if step.first.ranks is None else (max(earlier),) * len(earlier)

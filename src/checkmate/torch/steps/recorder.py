@@ -1,83 +1,28 @@
 """Records a step: its segments in order, and the storages that they are given, make and hold.
 
 A *segment* is one run of a forward or a backward. Interval ``w`` is the time before segment ``w``, in which eager code runs.
+
+A step that runs the same segments as a recorded one, with the same parameters, is not recorded: the recorder *follows* the
+record. Of each segment it keeps weak references to the storages that are new. A step that turns out differently is recorded after
+all, from its first segment on: from these references and the record that it followed until then (`StepRecorder.leave`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
-from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
+from checkmate.torch.steps.program import PlannedGraph, Program
+from checkmate.torch.steps.run import Run, Seen, SeenStorage, StorageRefs, gradients_of, storage_refs
 from checkmate.torch.steps.state import StateMachine
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
 """Identity of a step: graph and run of each segment, and the undefined tangents of a backward."""
-
-StorageRef = Callable[[], torch.UntypedStorage | None]
-
-
-@dataclass(eq=False, slots=True)
-class SeenStorage:
-    """A storage, not kept alive by the step. Addresses are reused: the identity of the storage is that of its record."""
-
-    size_bytes: int
-    storage: StorageRef
-    source: int | None = None  # the segment that made it
-    eager: int | None = None  # the interval in which eager code allocated it
-    read_by_eager: bool = False  # whether it existed before the step, and eager code read it before any segment
-    last: int | None = None  # the last interval in which it was alive; None while it is alive
-    freed_between: bool = False  # whether it was freed between two segments, and not while one ran
-    overwritten: int | None = None  # segment in or after which it was found changed
-
-    @property
-    def brief(self) -> bool:
-        """Whether eager code allocated and freed it between the same two segments."""
-        return self.eager is not None and self.eager == self.last and self.freed_between
-
-    @property
-    def existed(self) -> bool:
-        """Whether it existed before the step."""
-        return self.source is None and self.eager is None
-
-
-Seen = tuple[SeenStorage | None, ...]
-"""Storages of arguments or results; None for other objects."""
-
-
-@dataclass(eq=False, slots=True)
-class Run:
-    """One forward of a step, and its backward if that has run."""
-
-    planned: PlannedGraph
-    program: Program
-    given: Seen  # inputs of the forward
-    inputs: dict[int, int] = field(default_factory=dict)  # bytes of each input, by the key of its storage
-    held: dict[int, int] = field(default_factory=dict)  # bytes of each result, outputs and saved tensors, by the same key
-    arguments: ForwardArguments | None = None  # None if the program reads all tangents, or the backward is over
-    symbols: list[Any] = field(default_factory=list)  # symbolic sizes that it saved for the backward
-    made: Seen = ()  # outputs of the forward
-    leaves: tuple[tuple[int, Callable[[], torch.Tensor | None]], ...] = ()  # inputs that require a gradient, by position
-    undefined: frozenset[int] = frozenset()  # tangents that were None in the backward
-    tangents: Seen = ()
-    gradients: Seen = ()  # results of the backward
-    held_bytes: int = 0  # bytes that eager code held and segments had returned when the forward began
-    existing: frozenset[int] = frozenset()  # identities of leaves that had a gradient when the forward began
-
-    def places(self, leaves: Set[int]) -> list[int]:
-        """Positions of the inputs that are among some leaves, which are given by identity."""
-        return [k for k, leaf in self.leaves if id(leaf()) in leaves]
-
-
-def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
-    """The tensors with the storages of the gradients of some leaves, which are weak references."""
-    tensors = (leaf() for leaf in leaves)
-    return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))
 
 
 @dataclass(eq=False)
@@ -89,6 +34,7 @@ class StepRecorder:
 
     machine: StateMachine
     watched: bool = False  # whether eager code is seen
+    like: StepRecorder | None = None  # the record that this step follows so far
     over: bool = False  # whether the backward of the step is over, or another step has begun
     forwards: list[Run] = field(default_factory=list)  # in the order in which they began
     runs: list[Run] = field(default_factory=list)  # those whose backward runs
@@ -114,6 +60,7 @@ class StepRecorder:
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record that eager code allocated the storage of a tensor."""
+        self.leave()
         if not self.over and storage_key(tensor) not in self._present:
             seen = self._see(tensor)
             seen.eager = len(self.segments)
@@ -122,6 +69,7 @@ class StepRecorder:
 
     def read(self, tensor: torch.Tensor) -> None:
         """Record that eager code reads a tensor."""
+        self.leave()
         key = storage_key(tensor)
         if self.over or key in self._gradients:
             return
@@ -164,6 +112,10 @@ class StepRecorder:
 
     def begin_forward(self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins. Transient storages, by key, are counted elsewhere, and have no bytes here."""
+        run = None if transient else self._following_forward(planned, program, args)
+        if run is not None:
+            return run
+        self.leave()
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
         given = tuple(
             self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
@@ -171,28 +123,117 @@ class StepRecorder:
         )
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
+        run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
         run.held_bytes = self.eager_bytes + self._returned_bytes
-        run.existing = frozenset(id(a) for _, a in leaves if a.grad is not None)
-        self.existing |= run.existing
-        self._gradients.update({storage_key(t): storage_bytes(t) for t in gradient_parts(leaf for _, leaf in run.leaves)})
+        self._note_existing(run)
         self.forwards.append(run)
         self.runs.append(run)
         self._begin(run, backward=False)
-        for seen, a in zip(given, args, strict=True):
-            if seen is not None and not a.is_inference():
-                self._versions.append((seen, weakref.ref(a), a._version))
+        self._watch_versions(given, args)
         return run
+
+    def _note_existing(self, run: Run) -> None:
+        found = gradients_of(leaf for _, leaf in run.leaves)
+        if found:
+            run.existing = frozenset(id(a) for a in found)
+            self.existing |= run.existing
+        if found and self.like is None:
+            self._gradients.update({storage_key(p): storage_bytes(p) for a in found for p in strided_parts(a.grad)})  # type: ignore[arg-type]
+
+    def _watch_versions(self, given: Seen, args: Iterable[Any]) -> None:
+        for seen, a in zip(given, args, strict=True):
+            if seen is not None and a is not None and not a.is_inference():
+                self._versions.append((seen, weakref.ref(a), a._version))
+
+    def _following_forward(self, planned: PlannedGraph, program: Program, args: Sequence[Any]) -> Run | None:
+        """The run of a forward as the followed record has it next, with the same parameters; None if it is another one."""
+        at, like = len(self.segments), self.like
+        before, backward = like.segments[at] if like is not None and at < len(like.segments) else (None, True)
+        if before is None or backward or before.planned is not planned:
+            return None
+        tensors = tuple(map(weakref.ref, args))  # of one tensor there is one such reference
+        fresh = [k for k, (now, then) in enumerate(zip(tensors, before.tensors, strict=True)) if now is not then]
+        if any(args[k].is_leaf and args[k].requires_grad for k in fresh):
+            return None
+        run = Run(planned, program, (), leaves=before.leaves, tensors=tensors)
+        run.fresh = dict(zip(fresh, storage_refs(args[k] for k in fresh), strict=True))
+        self._note_existing(run)
+        self.forwards.append(run)
+        self.runs.append(run)
+        self.segments.append((run, False))
+        self._running = True
+        return run
+
+    def _following_backward(self, run: Run) -> Run | None:
+        """The run of the followed record whose backward comes next there too, with the same undefined tangents; or None."""
+        at, like = len(self.segments), self.like
+        if like is None or at >= len(like.segments):
+            return None
+        before, backward = like.segments[at]
+        same = backward and before is like.runs[self.runs.index(run)] and before.undefined == run.undefined
+        return before if same else None
 
     def begin_backward(self, run: Run, tangents: Sequence[Any]) -> None:
         """Record that a backward begins."""
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
-        run.tangents = tuple(self._see(t) if isinstance(t, torch.Tensor) else None for t in tangents)
-        if not any(backward for _, backward in self.segments):
-            self.keeps_eager_gradients = next(gradient_parts(self.eager_leaves.values()), None) is not None
+        following = self._following_backward(run) is not None
+        if following:
+            run.tangent_refs = storage_refs(tangents)
+        else:
+            self.leave()
+            run.tangents = tuple(self._see(t) if isinstance(t, torch.Tensor) else None for t in tangents)
+            if not any(backward for _, backward in self.segments):
+                self.keeps_eager_gradients = bool(gradients_of(self.eager_leaves.values()))
         if self.existing:
             leaves = (t for _, leaf in run.leaves if (t := leaf()) is not None)
             self.cleared |= {id(t) for t in leaves if id(t) in self.existing and t.grad is None}
-        self._begin(run, backward=True)
+        if following:
+            self.segments.append((run, True))
+            self._running = True
+        else:
+            self._begin(run, backward=True)
+
+    def leave(self) -> None:
+        """Record the segments so far of a step that has followed a record until now, and all that comes."""
+        if self.like is None or self.over:
+            return
+        like, self.like = self.like, None
+        again: dict[SeenStorage, SeenStorage] = {}
+        for (run, backward), (before, _) in zip(self.segments, like.segments, strict=False):
+            if backward:
+                run.tangents = self._again(again, before.tangents, run.tangent_refs)
+                run.gradients = self._again(again, before.gradients, run.gradient_refs)
+                continue
+            run.held_bytes = self._returned_bytes
+            args = [tensor() for tensor in run.tensors]
+            run.inputs = {storage_key(a): storage_bytes(a) for a in args if a is not None}
+            run.held = {-id(run): run.program.memory.saved_bytes}  # under no storage's key: they were not looked up
+            run.given = self._again(again, before.given, [run.fresh.get(k) or ref for k, ref in enumerate(storage_refs(args))])
+            run.made = self._again(again, before.made, run.made_refs)
+            self._note_existing(run)
+            self._watch_versions(run.given, args)
+
+    def _again(self, again: dict[SeenStorage, SeenStorage], followed: Seen, refs: StorageRefs) -> Seen:
+        """Records of storages of this step, each like the record of the followed step."""
+        found: list[SeenStorage | None] = []
+        now = len(self.segments) - self._running
+        for before, ref in zip(followed, refs, strict=False):
+            storage = None if ref is None else ref()
+            seen = None if storage is None else self._present.get(storage._cdata)
+            if before is not None and seen is None and (seen := again.get(before)) is None:
+                last = None if storage is not None else now if before.last is None else min(now, before.last)
+                seen = SeenStorage(
+                    before.size_bytes, ref or before.storage, before.source, None, False, last, before.freed_between
+                )
+                seen.overwritten = before.overwritten if (before.overwritten or 0) < len(self.segments) else None
+                again[before] = seen
+                self.storages.append(seen)
+                if storage is not None:
+                    self._present[storage._cdata] = seen
+                    self._when_freed(storage, seen)
+                    self._returned_bytes += seen.size_bytes if seen.source is not None else 0
+            found.append(seen)
+        return tuple(found)
 
     def _begin(self, run: Run, *, backward: bool) -> None:
         self._note_eager()
@@ -205,11 +246,18 @@ class StepRecorder:
 
     def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the outputs that a forward returned to its caller."""
-        run.made = self._results(outputs)
+        if self.like is None:
+            run.made = self._results(outputs)
+        else:
+            run.made_refs, self._running = storage_refs(outputs), False
 
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record the gradients that a backward returned."""
-        run.gradients = self._results(gradients)
+        if self.like is None:
+            run.gradients = self._results(gradients)
+        else:
+            run.gradients = self.like.runs[self.runs.index(run)].gradients
+            run.gradient_refs, self._running = storage_refs(gradients), False
 
     def _results(self, results: Sequence[Any]) -> Seen:
         here, known = len(self.segments) - 1, len(self.storages)
@@ -227,6 +275,7 @@ class StepRecorder:
         """
         if (run, False) not in self.segments or (run, True) in self.segments:
             return
+        self.leave()
         w = self.segments.index((run, False))
         memory = run.planned.own.memory
         self.abandoned.append(run)
@@ -258,6 +307,8 @@ class StepRecorder:
     @property
     def sequence(self) -> StepSequence:
         """Identity of the step."""
+        if self.like is not None:
+            return self.like.sequence
         return tuple((id(self.runs[r].planned), r, undefined) for r, undefined in self.order)
 
     @property
@@ -294,10 +345,12 @@ class StepRecorder:
 
     def made(self) -> dict[int, int]:
         """Bytes of each storage that the step has made and that is alive, by its key."""
+        self.leave()
         return {key: seen.size_bytes for key, seen in self._present.items() if not seen.existed}
 
     def present(self) -> dict[int, int]:
         """Bytes of each storage of the step that is alive, by its key."""
+        self.leave()
         return {key: seen.size_bytes for key, seen in self._present.items()}
 
     def _see(
@@ -311,10 +364,13 @@ class StepRecorder:
             found = self._present[key] = SeenStorage(size, weakref.ref(storage), source)
             self.storages.append(found)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
-                finalizer = weakref.finalize(storage, self._free, key, found)
-                finalizer.atexit = False
-                self._finalizers.append(finalizer)
+                self._when_freed(storage, found)
         return found
+
+    def _when_freed(self, storage: torch.UntypedStorage, seen: SeenStorage) -> None:
+        finalizer = weakref.finalize(storage, self._free, storage._cdata, seen)
+        finalizer.atexit = False
+        self._finalizers.append(finalizer)
 
     def _free(self, key: int, seen: SeenStorage) -> None:
         with self.machine.update():
@@ -336,20 +392,33 @@ class StepRecorder:
         self._finalizers.clear()
 
     def remaining(self) -> Iterator[tuple[int, SeenStorage, int | None]]:
-        """Each storage that outlives the step, and its key.
+        """Each storage that outlives the step, and its key; of a step that follows another one only the new ones.
 
         For a storage that the step made, also the interval in which a variable of the user is assigned the storage. It is the
         interval after the last of several forwards in a row, since these may belong to one call.
         """
-        for key, seen in self._present.items():
-            source = seen.source
-            assigned = seen.eager if source is None else source + 1
-            if source is not None and not self.segments[source][1]:
-                assigned = next((w for w in range(source, len(self.segments)) if self.segments[w][1]), len(self.segments))
-            yield key, seen, assigned
+        if self.like is None:
+            for key, seen in self._present.items():
+                yield key, seen, self._assigned(seen)
+            return
+        for run, before in zip(self.runs, self.like.runs, strict=True):
+            given = ((before.given[k], ref) for k, ref in run.fresh.items())
+            results = before.made + before.tangents + before.gradients
+            for seen, ref in (*given, *zip(results, (*run.made_refs, *run.tangent_refs, *run.gradient_refs), strict=True)):
+                if ref is not None and seen is not None and (storage := ref()) is not None:
+                    seen = replace(seen, storage=ref, eager=None)
+                    yield storage._cdata, seen, self._assigned(seen)
+
+    def _assigned(self, seen: SeenStorage) -> int | None:
+        source = seen.source
+        if source is None or self.segments[source][1]:
+            return seen.eager if source is None else source + 1
+        return next((w for w in range(source, len(self.segments)) if self.segments[w][1]), len(self.segments))
 
     def is_given(self, key: int, storage: torch.UntypedStorage) -> bool:
         """Whether the step is given a storage that still lives."""
+        if self.like is not None:
+            return self.like.is_given(key, storage) or any(ref() is storage for run in self.runs for ref in run.fresh.values())
         seen = self._present.get(key)
         return seen is not None and seen.existed and seen.storage() is storage
 

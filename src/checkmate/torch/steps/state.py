@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class StepState(Enum):
@@ -47,6 +48,24 @@ TRANSITIONS: Mapping[tuple[StepState, StepEvent], StepState] = {
 """The state after an event. Any other event leaves the state as it is."""
 
 
+class _Update(AbstractContextManager[None]):
+    """An update; a step has a dozen, and a context of `contextlib.contextmanager` would take 2 us more for each."""
+
+    def __init__(self, unfinished: set[_Update], within: Sequence[AbstractContextManager[Any]]) -> None:
+        self._unfinished, self._within = unfinished, within
+
+    def __enter__(self) -> None:
+        for context in self._within:
+            context.__enter__()
+        self._unfinished.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self._unfinished.discard(self)
+        for context in reversed(self._within):
+            context.__exit__(kind, *error)
+
+
 class StateMachine:
     """The state of successive steps.
 
@@ -56,7 +75,7 @@ class StateMachine:
 
     def __init__(self) -> None:
         self._state = StepState.BETWEEN
-        self._unfinished = set[object]()  # no counter: a finalizer may run in any thread, and `add` is one instruction
+        self._unfinished = set[_Update]()  # no counter: a finalizer may run in any thread, and `add` is one instruction
 
     @property
     def state(self) -> StepState:
@@ -72,12 +91,12 @@ class StateMachine:
         """Change to the next state."""
         self._state = TRANSITIONS.get((self._state, event), self._state)
 
-    @contextmanager
-    def update(self) -> Generator[None]:
-        """Context of an update. Only an update that reaches its end is trusted: no code has to run after an exception."""
-        self._unfinished.add(update := object())
-        yield
-        self._unfinished.discard(update)
+    def update(self, *within: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+        """Context of an update, in other contexts.
+
+        Only an update that reaches its end is trusted: no code has to run after an exception.
+        """
+        return _Update(self._unfinished, within)
 
     def throw_away(self) -> None:
         """Begin again, after an interrupt."""

@@ -25,7 +25,8 @@ from checkmate.torch.measure.profiler import announce_measurements
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.steps.program import PlannedGraph, Program
-from checkmate.torch.steps.recorder import Run, Seen, SeenStorage, StepRecorder
+from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.run import Run, Seen, SeenStorage
 from checkmate.torch.steps.step_graph import ObservedStep, Segment, StepGraph, Storage, step_graph
 
 _log = logging.getLogger("checkmate.torch")
