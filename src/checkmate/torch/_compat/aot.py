@@ -13,7 +13,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
-from torch._functorch.partitioners import default_partition, get_default_op_list
+from torch._functorch.compile_utils import fx_graph_cse as equal_nodes_merged
+from torch._functorch.partitioners import default_partition, get_default_op_list, min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -21,12 +22,44 @@ from torch.fx.graph import PythonCode, _BoxedCodeGen
 
 from checkmate.torch._compat import replaced
 
-__all__ = ["aot_autograd", "default_partition", "functorch_config"]
+__all__ = ["aot_autograd", "default_partition", "equal_nodes_merged", "functorch_config"]
 
 
 def fusible_packets() -> Iterable[Any]:
     """Overload packets of the ops that torch's own min-cut partitioner expects Inductor to fuse."""
     return get_default_op_list().fusible_ops
+
+
+def min_cut_partition(
+    joint: torch.fx.GraphModule, budget: float, num_fwd_outputs: int
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Forward and backward of a joint module, as stock Inductor partitions it for a given ``activation_memory_budget``."""
+    inputs = (node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node))
+    static = [i for i, node in enumerate(inputs) if node.meta.get(_STATIC)]
+    with functorch_config.patch(activation_memory_budget=budget):
+        return min_cut_rematerialization_partition(
+            joint, (), num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+        )
+
+
+_STATIC = "checkmate_static"
+
+
+def mark_static(joint: torch.fx.GraphModule, positions: Iterable[int]) -> None:
+    """Mark the inputs that live longer than a step, such as parameters, for `min_cut_partition`."""
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    for position in positions:
+        inputs[position].meta[_STATIC] = True
+
+
+def tell_parameters(gm: torch.fx.GraphModule, copy: torch.fx.GraphModule) -> None:
+    """Tell AOTAutograd which inputs of a copy of a Dynamo graph are parameters, as Dynamo tells it of the graph."""
+    if not hasattr(gm, "_param_name_to_source"):
+        return
+    copy._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
+    inputs = (module.graph.find_nodes(op="placeholder") for module in (gm, copy))
+    for node, copied in zip(*inputs, strict=True):
+        copied._dynamo_source = node._dynamo_source
 
 
 def overwritten_inputs(count: int) -> frozenset[int] | None:

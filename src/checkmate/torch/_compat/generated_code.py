@@ -47,8 +47,14 @@ class LibraryCall(NamedTuple):
     node: Node | None  # the node of the graph that it computes, if there is one
 
 
-Event = Allocate | Alias | Free | LibraryCall
-"""The effect of a line of a generated module on memory."""
+class Loop(NamedTuple):
+    """A kernel that Inductor generated runs, and reads and writes so many bytes."""
+
+    size_bytes: int
+
+
+Event = Allocate | Alias | Free | LibraryCall | Loop
+"""The effect of a line of a generated module on memory, or a kernel that the module calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,12 +104,21 @@ def _generated(graph: GraphLowering, subgraphs: Mapping[str, GeneratedModule]) -
     nodes = graph.orig_gm.graph.output_node().args[0]
     return GeneratedModule(
         is_backward=graph.is_backward,
-        events=tuple(event for found in events if found for event in found),
+        events=(*_kernels(graph), *(event for found in events if found for event in found)),
         inputs={name: buffer_bytes(graph, node) for name, node in graph.graph_inputs.items()},
         outputs=tuple(_bound_to(o) for o in graph.graph_outputs),
         output_nodes=tuple(n.name if isinstance(n, Node) else None for n in nodes),  # type: ignore[union-attr]
         counted=None not in events and all(module.counted for module in subgraphs.values()),
     )
+
+
+def _kernels(graph: GraphLowering) -> Iterator[Loop | LibraryCall]:
+    """The kernels that Inductor generated for a module; those of templates compute an op of another library."""
+    for node in graph.scheduler.nodes:
+        if node.is_template():
+            yield LibraryCall(node.get_template_node_or_throw().get_origin_node())
+        elif not node.is_extern() and (moved := node.get_read_write_buffers_sizes()):
+            yield Loop(moved)
 
 
 class _Calls:
@@ -134,7 +149,7 @@ def _inside(module: GeneratedModule, scope: str, result: str) -> list[Event]:
         match event:
             case Alias():
                 events.append(Alias(scope + event.name, tuple(scope + name for name in event.of), event.position))
-            case LibraryCall():
+            case LibraryCall() | Loop():
                 events.append(event)
             case _:
                 events.append(event._replace(name=scope + event.name))

@@ -70,14 +70,17 @@ def donated_inputs() -> frozenset[int]:
 
 
 @contextmanager
-def under_a_plan(choices: InductorChoices) -> Iterator[None]:
-    """Let Inductor generate code that has the bits, the order and the memory of a plan."""
+def under_a_plan(choices: InductorChoices | None) -> Iterator[None]:
+    """Let Inductor generate code that has the bits, the order and the memory of a plan; without choices, only correct code."""
     with ExitStack() as stack:
+        stack.enter_context(replaced(SchedulerNode, "recompute_size_and_body", _recompute_and_order))
+        stack.enter_context(replaced(SchedulerNode, "decide_inplace_update", _write_over_what_dies))
+        if choices is None:
+            yield
+            return
         # The config option of that name is read only once per thread.
         stack.enter_context(V.set_choices_handler(choices))
         for owner, name, value in (
-            (SchedulerNode, "recompute_size_and_body", _recompute_and_order),
-            (SchedulerNode, "decide_inplace_update", _write_over_what_dies),
             (CppScheduling, "codegen_node", _free_between_loops),
             (GraphLowering, "make_subgraph", _donate_to_subgraph),
             *((CppOverrides, name, staticmethod(_as_in_a_vector(name))) for name in _FUNCTIONS),

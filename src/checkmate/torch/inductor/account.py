@@ -13,12 +13,21 @@ from contextlib import contextmanager
 
 from torch import fx
 
+from checkmate.cost.store import OpCost
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.generated_code import Alias, Allocate, Free, GeneratedModule, LibraryCall, watch_generated_modules
+from checkmate.torch._compat.generated_code import (
+    Alias,
+    Allocate,
+    Free,
+    GeneratedModule,
+    LibraryCall,
+    Loop,
+    watch_generated_modules,
+)
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
-Workspace = Callable[[fx.Node], int]
-"""Maps a node to the bytes of workspace of its op."""
+Costs = Callable[[fx.Node], OpCost]
+"""Maps a node to the cost and the workspace of its op."""
 
 
 class Heap:
@@ -76,7 +85,7 @@ class Heap:
         for name in self._names.keys() - set(names):
             self.free(name)
 
-    def run(self, module: GeneratedModule, workspace: Workspace) -> None:
+    def run(self, module: GeneratedModule, costs: Costs) -> None:
         """Apply the effect of a module on memory. Inputs that it can free exist before; its outputs are among the rest."""
         for event in module.events:
             match event:
@@ -91,14 +100,16 @@ class Heap:
                 case Free():
                     self.free(event.name)
                 case LibraryCall():
-                    self.use(0 if event.node is None else workspace(event.node))
+                    self.use(0 if event.node is None else costs(event.node).workspace_bytes)
+                case Loop():
+                    pass
 
 
 class Account:
     """The memory of a forward and a backward, counted while Inductor generates them."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
         self._modules: list[GeneratedModule] = []
 
     @contextmanager
@@ -106,6 +117,13 @@ class Account:
         """Count the modules that this thread generates inside."""
         with watch_generated_modules(self._modules.append):
             yield
+
+    def cost_ns(self, ns_per_byte: float) -> int:
+        """Cost of the step: the ops of other libraries, and the bytes that all other kernels read and write."""
+        events = [event for module in self._modules for event in module.events]
+        moved = sum(event.size_bytes for event in events if isinstance(event, Loop))
+        library = [event.node for event in events if isinstance(event, LibraryCall) and event.node is not None]
+        return round(ns_per_byte * moved) + sum(self._costs(node).cost_ns for node in library)
 
     def memory(self, *, num_outputs: int, hold_outputs: bool) -> StepMemory | None:
         """Memory of the step; None if it is not known: Inductor had the modules in its cache, or lines are not understood.
@@ -115,7 +133,7 @@ class Account:
         if [m.is_backward for m in self._modules] != [False, True] or not all(m.counted for m in self._modules):
             return None
         (forward, backward), heap = self._modules, Heap()
-        heap.run(forward, self._workspace)
+        heap.run(forward, self._costs)
         heap.keep_only(forward.outputs)
         forward_peak_bytes, saved_bytes = heap.peak_bytes, heap.live_bytes
         saved: dict[str, tuple[int, ...]] = {}
@@ -134,7 +152,7 @@ class Account:
                 heap.bind(name, heap.new(size_bytes))
                 if size_bytes <= SCALAR_TANGENT_BYTES:
                     heap.bind(f"held {name}", heap[name])
-        heap.run(backward, self._workspace)
+        heap.run(backward, self._costs)
         backward_peak_bytes = heap.peak_bytes
         heap.keep_only(backward.outputs)
         return StepMemory(
@@ -149,5 +167,5 @@ class Account:
         if [m.is_backward for m in self._modules] != [False] or not self._modules[0].counted:
             return None
         heap = Heap()
-        heap.run(self._modules[0], self._workspace)
+        heap.run(self._modules[0], self._costs)
         return StepMemory.of_whole_step(heap.peak_bytes)

@@ -30,6 +30,7 @@ from checkmate.torch.inductor.generate import CompiledGraph, generate
 from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches
+from checkmate.torch.inductor.stock import as_stock
 from checkmate.torch.inductor.whole_step import WholeStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.peak import measure_step, measure_whole_step
@@ -49,11 +50,11 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         )
         return None
     search, first = trials.search, trials.compile()
-    if first.planned is None or first.cached or not search.measures:
+    if first.planned is None or first.cached:
         first.kernels.build()
         first.store()
         return first
-    chosen = search.choose(trials.counted(), trials.compile_again, trials.measure)
+    chosen = search.choose(trials.counted(), trials.compile_again, trials.measure, lambda at: trials.compiled[at].cost_ns)
     if chosen is None:
         least = _give_up(compilation, search)
         if trials.key is not None:
@@ -62,6 +63,9 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     best = trials.compiled[chosen]
     best.kernels.build()
     assert best.planned is not None
+    if not search.measures:
+        best.store()
+        return best
     interface, result = best.planned
     best.memory = search.trials[chosen].outcome.memory
     peak = format_bytes(best.memory.peak_bytes)
@@ -105,8 +109,12 @@ class _Trials:
             )
         self.compiled: list[CompiledGraph] = []
         self._gm, self._inputs, self._compilation = gm, example_inputs, compilation
-        devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-        self._patches = config_patches(compilation.options, devices)
+        target = compilation.hooks.target
+        kinds = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+        devices = kinds if target is None else {target.device.kind}
+        on_gpu = not devices <= {"cpu"}
+        self._as_stock = on_gpu and not compilation.hooks.whole
+        self._patches = config_patches(compilation.options, devices, as_stock=self._as_stock)
         fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches)
         cached = compilation.may_be_cached()
         self._problem = f"{compilation.resident} {fingerprint}" if cached else None
@@ -120,13 +128,14 @@ class _Trials:
         self._task = dataclasses.replace(
             compilation.task,
             costs=with_fused_pieces(compilation.task.costs),
-            plan=functools.partial(_plan, self.search, compilation.planner.in_pieces),
+            plan=functools.partial(_plan, self.search, compilation.planner.in_pieces, on_gpu),
         )
 
     def compile(self) -> CompiledGraph:
         """Generate the code of the next plan."""
         whole = WholeStep() if self._compilation.hooks.whole else None
-        made = generate(self._gm, self._inputs, self._task, self._compilation.options, self._patches, whole, self._problem)
+        options, as_stock = self._compilation.options, self._as_stock
+        made = generate(self._gm, self._inputs, self._task, options, self._patches, whole, self._problem, as_stock)
         self.compiled.append(made)
         return made
 
@@ -156,18 +165,23 @@ class _Trials:
 def _plan(
     search: CalibratedSearch,
     allows: Callable[[fx.Node], bool] | None,
+    on_gpu: bool,
     capture: Capture,
     recapture: Recapture,
 ) -> tuple[Capture, Result]:
-    """The next plan to compile. Values that it counts as stored are marked, and Inductor stores them.
+    """The next plan to compile. On a CPU, values that it counts as stored are marked, and Inductor stores them.
 
     Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would differ
-    from the plan. Reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
+    from the plan. Reductions would run over other loops from plan to plan, which changes the order of sums and the bits. On a GPU
+    bits depend on the plan with marks too, and each mark may cost a kernel, or padding that a matrix product needs.
     """
     capture, kinds = (capture, []) if allows is None else with_pieces(capture, recapture, allows)
-    graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
+    capture, partitions = as_stock(capture, recapture) if on_gpu else (capture, None)
+    graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members), partitions)
     if kinds:
         result = msgspec.structs.replace(result, remarks=(*result.remarks, *(f"in pieces: {kind.description}" for kind in kinds)))
+    if on_gpu:
+        return dataclasses.replace(capture, graph=graph), result
     for o in search.chains.stored:
         node = capture.members[o].node
         assert node is not None

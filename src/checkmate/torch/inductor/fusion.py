@@ -104,6 +104,14 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     return int((np.cumsum(change[: len(workspace)]) + workspace).max(initial=0))
 
 
+def ns_per_byte(graph: Graph) -> float:
+    """Cost of reading or writing a byte, from the costs of the pointwise ops of a graph."""
+    pointwise = _fusible_kinds(graph).pointwise
+    ops = [op for op in graph.ops if op.kind in pointwise]
+    moved = sum(graph.values[graph.root[v]].size_bytes for op in ops for v in (*op.inputs, *op.outputs))
+    return sum(op.cost for op in ops) / max(1, moved)
+
+
 class _Runs:
     """Computations that follow each other without a kernel of another library between them."""
 

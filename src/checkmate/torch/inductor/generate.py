@@ -21,10 +21,11 @@ from checkmate.torch._compat.aot import (
     aot_cache_disabled,
     cached_attributes,
     functorch_config,
+    mark_static,
     regions_as_hints,
     saved_symbols,
+    tell_parameters,
 )
-from checkmate.torch._compat.cpp_kernels import PendingKernels
 from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
     InductorChoices,
@@ -35,8 +36,10 @@ from checkmate.torch._compat.inductor import (
     prefers_channels_last,
     under_a_plan,
 )
+from checkmate.torch._compat.kernels import PendingKernels
 from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.inductor.account import Account
+from checkmate.torch.inductor.fusion import ns_per_byte
 from checkmate.torch.inductor.pieces import write_out_pieces
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.whole_step import WHOLE_STEP_CONFIG, WholeStep
@@ -72,6 +75,7 @@ class CompiledGraph:
     joint: CapturedJoint | None = None  # None for a graph without gradients, and for code from AOTAutograd's cache
     whole: WholeStep | None = None  # the graph as a whole step, if it is one
     counted: StepMemory | None = None  # memory of its step, as counted in its code; None if not known
+    cost_ns: int | None = None  # cost of its step, as counted in its code
     memory: StepMemory | None = None  # measured memory; None without a budget
     num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
     entry: CacheEntry | None = None  # for AOTAutograd's cache; None for code from there, and for code that cannot be stored
@@ -104,6 +108,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and backward modules of the plan."""
         kwargs.pop("compiler", None)
+        mark_static(gm, kwargs.get("static_lifetime_input_indices") or ())
         return partition(gm, joint_inputs, task=self.task_for(gm), **kwargs)
 
     def task_for(self, gm: fx.GraphModule) -> Task:
@@ -169,23 +174,27 @@ def generate(
     settings: Mapping[str, Any],
     whole: WholeStep | None = None,
     problem: str | None = None,
+    as_stock: bool = False,
 ) -> CompiledGraph:
-    """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built.
+    """Generate the code of the graph under the plan of a task, whatever its peak; its kernels are not built.
 
+    With ``as_stock`` Inductor decides on order and fusion: the code of a partition of PyTorch is that of stock Inductor.
     If AOTAutograd's cache has the code that was chosen for this problem before, the code is taken from there.
     """
     partitioner = PlanPartitioner(task, options, problem)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
+    if as_stock:
+        tell_parameters(gm, copy)
     patches = {**settings, **({} if whole is None else WHOLE_STEP_CONFIG), "custom_partitioner_fn": partitioner}
-    modules, cache = _Modules(partitioner, whole), CachedCompilation()
-    kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
+    modules, cache = _Modules(partitioner, whole, repeats=not as_stock), CachedCompilation()
+    kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0])
     with (
         # The backward is compiled now, not at its first run: a trial step runs it while Dynamo is still compiling, and Dynamo's
         # metrics of a compilation can be recorded only once.
         functorch_config.patch(force_non_lazy_backward_lowering=True),
         regions_as_hints(),
-        under_a_plan(PlanChoices()),
+        under_a_plan(None if as_stock else PlanChoices()),
         kernels.collecting(),
         account.counting(),
         aot_cache_disabled() if problem is None else cache.looking_up(modules.loaded),
@@ -210,16 +219,17 @@ def generate(
         compiled.counted = account.memory_of_whole_step()
     elif joint is not None:
         compiled.counted = account.memory(num_outputs=joint.capture.num_fwd_outputs, hold_outputs=task.hold_outputs)
+        compiled.cost_ns = account.cost_ns(ns_per_byte(joint.capture.graph))
     return compiled
 
 
 class _Modules:
     """The forward and the backward of a graph while they are compiled or loaded."""
 
-    def __init__(self, partitioner: PlanPartitioner, whole: WholeStep | None) -> None:
+    def __init__(self, partitioner: PlanPartitioner, whole: WholeStep | None, *, repeats: bool) -> None:
         self.callables: dict[str, ReplaceableCallable] = {}
         self.num_symbols = 0
-        self._partitioner, self._whole = partitioner, whole
+        self._partitioner, self._whole, self._repeats = partitioner, whole, repeats
 
     def loaded(self, which: str, run: Callable[..., Any]) -> ReplaceableCallable:
         """The callable that replaces a loaded or compiled forward or backward."""
@@ -238,7 +248,7 @@ class _Modules:
             module, more = whole.plan(module, self._partitioner.task_for(module))
             inputs = [*inputs, *more]
         module = write_out_pieces(module)
-        if takes_subgraphs():
+        if self._repeats and takes_subgraphs():
             module = outline_repeats(module, donated_inputs() if which == "backward" else frozenset())
         with inductor_config.patch(layout_optimization=choose_layouts):
             run: Any = compile_fx_inner(module, inputs, **kwargs)

@@ -4,11 +4,15 @@ Monotone bounds. A larger budget should never give a slower step, nor a smaller 
 that property by themselves, since each budget is answered from a few trials. Therefore the answers of earlier runs are stored
 (`PlanStore`). The plan for a budget must have a measured peak between the largest answer to a smaller budget and the smallest
 answer to a larger one; a plan outside of that range is returned only if no trial is inside.
+
+Partitions of PyTorch. Where bits need not be those of keeping everything, on a GPU, the code of a partition of stock Inductor is
+counted beside that of our plans: the one of the largest ``activation_memory_budget`` that fits. Then costs are those of the code.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -31,6 +35,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
+from checkmate.torch.inductor.stock import Partitions
 from checkmate.torch.steps.program import StepAllotment
 
 _log = logging.getLogger("checkmate.torch")
@@ -40,10 +45,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan of the contracted graph that was compiled."""
+    """A plan that was compiled."""
 
-    order: tuple[int, ...]  # ops of the contracted graph
+    order: tuple[int, ...]  # ops of the contracted graph; of the captured one in a partition
     memory: StepMemory  # measured, or counted in its code
+    cost: int | None  # of its code, if known
+    partition: bool  # whether it is a partition of PyTorch
 
 
 class CalibratedSearch:
@@ -58,7 +65,7 @@ class CalibratedSearch:
 
     def __init__(self, compilation: Compilation, compiler_fingerprint: str) -> None:
         self.trials: list[Trial[CompiledPlan]] = []  # in the order in which they were compiled
-        self.budget_bytes = self.limit_bytes = 0  # the limit is above the resident bytes; both are 0 without a budget
+        self.budget_bytes, self.limit_bytes = 0, sys.maxsize  # the limit is above the resident bytes
         self._compilation = compilation
         self._options = compilation.options.planning
         self._ranks = compilation.ranks
@@ -68,20 +75,29 @@ class CalibratedSearch:
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._share: StepAllotment | None = None  # the allotment whose order is compiled
         self._order: tuple[int, ...] = ()  # of the next plan to compile, or of the newest compiled one
+        self._ended = False  # no other plan is worth a compilation, partitions apart
+        self._partitions: Partitions | None = None
+        self._is_partition = False  # whether the order is one of a partition, which has all ops of the captured graph
+        self._budgets, self._tenths = iter(range(10, 0, -1)), 0  # tenths of an `activation_memory_budget`: to try, and the newest
+        self._cost_of: Callable[[int], int | None] = lambda index: None
         self._target_bytes = 0
         # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
-        self._least_bytes = self._most_bytes = 0
+        self._least_bytes, self._most_bytes = 0, sys.maxsize
 
     @property
     def measures(self) -> bool:
         """Whether steps have to be measured, for a budget."""
         return self._options.budget is not None
 
-    def plan(self, graph: Graph, trailing: frozenset[int] = frozenset()) -> tuple[Graph, Result]:
+    def plan(
+        self, graph: Graph, trailing: frozenset[int] = frozenset(), partitions: Partitions | None = None
+    ) -> tuple[Graph, Result]:
         """The captured graph, with the figures that the ranks agreed on, and the plan to compile now.
 
-        ``trailing`` has the ops that reduce trailing dimensions. A step must trace to the same graph at every compilation.
+        ``trailing`` has the ops that reduce trailing dimensions, and ``partitions`` are PyTorch's own. A step must trace to the
+        same graph at every compilation.
         """
+        self._partitions = None if self._options.plan is not None or self._ranks is not None else partitions
         graph, result = self._compilation.planner.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:  # rank 0 chose the order of the trial
             if not self._digest:
@@ -101,11 +117,15 @@ class CalibratedSearch:
             )
         if self._options.plan is not None:
             return GivenPlan(self._options.plan)(graph)
-        return result_of_order(graph, self.chains.invert(self._order))
+        if not self._is_partition:
+            return result_of_order(graph, self.chains.invert(self._order))
+        result = result_of_order(graph, self._order)
+        remark = f"PyTorch's own partition for activation_memory_budget={self._tenths / 10}"
+        return msgspec.structs.replace(result, remarks=(*result.remarks, remark))
 
     def _contract(self, graph: Graph, trailing: frozenset[int]) -> None:
         self._digest = graph.digest
-        self.chains = contract_fusible_chains(graph, trailing)
+        self._graph, self.chains = graph, contract_fusible_chains(graph, trailing)
         contracted, budget = self.chains.contracted, self._options.budget
         if budget is not None:
             self.budget_bytes = budget.resolve(contracted)
@@ -116,7 +136,8 @@ class CalibratedSearch:
         contracted = self.chains.contracted
         self._store = PlanStore(f"{msgspec.structs.replace(contracted, resident_bytes=0).digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
-            self._fixed, self._order = True, self._keeps_everything()
+            self._fixed = self._ended = True
+            self._order = self._keeps_everything()
             return
         # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is as long as a compilation.
         self._replanner = Replanner(contracted, self._options, gap=0.01)
@@ -126,7 +147,8 @@ class CalibratedSearch:
             self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, self._most_bytes = self._store.monotone_bounds(self.limit_bytes)
         if share is not None and share.order is not None:
-            self._fixed, self._share, self._order = True, share, self.chains.apply_order(share.order)
+            self._fixed = self._ended = True
+            self._share, self._order = share, self.chains.apply_order(share.order)
         else:
             order = self._remembered() or self._next_order()
             assert order is not None
@@ -152,17 +174,22 @@ class CalibratedSearch:
         counted: StepMemory | None,
         compile_again: Callable[[], StepMemory | None],
         measure: Callable[[int], StepMemory],
+        cost_of: Callable[[int], int | None] = lambda index: None,
     ) -> int | None:
         """Index of the cheapest compilation whose measured memory keeps the budget; None if none does.
 
         The code of a new compilation may tell its counted memory. Others are made if another plan is worth it, and any
-        compilation can be measured by its index.
+        compilation can be measured by its index, which also tells the cost of its code. Without a budget nothing is measured.
         """
+        self._cost_of = cost_of
         while True:
+            if counted is None and not self.measures:
+                return 0
             # Inductor generates no code for a graph in its cache: an earlier run has measured it. Several ranks always measure: a
             # rank that had the code in its cache, and measured alone, would wait in its collectives for the others.
             counted = None if self._ranks is not None else counted
-            self._record(counted or self._measured_before() or measure(len(self.trials)), measured=counted is None)
+            memory = counted or self._measured_before() or measure(len(self.trials))
+            self._record(memory, measured=counted is None or not self.measures)
             if not self._from_rank0("whether to compile again", self._another):
                 while (chosen := self._from_rank0("which compilation runs", self._best)) is not None:
                     if self.trials[chosen].measured:
@@ -174,14 +201,14 @@ class CalibratedSearch:
 
     def _measured_before(self) -> StepMemory | None:
         """Memory of the newest compiled plan as an earlier run measured it; None if it is not known on every rank."""
-        if self._ranks is not None or self._fixed:
+        if self._ranks is not None or self._fixed or self._is_partition:
             return None
         return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
 
     def _record(self, memory: StepMemory, *, measured: bool) -> None:
         """Record the memory of the newest compiled plan: the largest of any rank."""
         memory, measured = self._largest(memory, measured)
-        graph = self.chains.contracted
+        graph = self._graph if self._is_partition else self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
         planned = timeline.peak_bytes - graph.resident_bytes
         trial = Trial(
@@ -190,7 +217,7 @@ class CalibratedSearch:
             needed_bytes=memory.peak_bytes,
             cost=timeline.cost,
             measured=measured,
-            outcome=CompiledPlan(self._order, memory),
+            outcome=CompiledPlan(self._order, memory, self._cost_of(len(self.trials)), self._is_partition),
         )
         self.trials.append(trial)
         how = "measured" if measured else "counted in its code"
@@ -202,33 +229,65 @@ class CalibratedSearch:
         memory, _ = self._largest(memory, measured=True)
         trial = self.trials[index]
         _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))
-        outcome = CompiledPlan(trial.outcome.order, memory)
+        outcome, self._ended = replace(trial.outcome, memory=memory), self._fixed
         trial = self.trials[index] = replace(trial, needed_bytes=memory.peak_bytes, measured=True, outcome=outcome)
         self._remember(trial)
 
     def _remember(self, trial: Trial[CompiledPlan]) -> None:
-        if trial.measured and self._options.plan is None and self._leads:
+        own = not trial.outcome.partition
+        if own and trial.measured and self.measures and self._options.plan is None and self._leads:
             self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory))
 
     def _another(self) -> bool:
         """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
-        order = None if self._fixed else self._next_order()
-        if order is None or any(order == t.outcome.order for t in self.trials):
+        if not self._ended:
+            order = self._next_order()
+            self._ended = order is None or any(order == t.outcome.order for t in self._own)
+            if order is not None and not self._ended:
+                self._order, self._is_partition = order, False
+                return True
+        return self._next_partition()
+
+    def _next_partition(self) -> bool:
+        """Whether the code of another partition of PyTorch is worth generating; if so, `plan` returns it from now on.
+
+        The first that fits is the cheapest one, and the code of the others is no cheaper than that of the one before.
+        """
+        tried = [t for t in self.trials if t.outcome.partition]
+        costs = [t.outcome.cost for t in self.trials if self._fits(t)]
+        if self._partitions is None or any(t.outcome.cost is None for t in self.trials) or any(map(self._fits, tried)):
             return False
-        self._order = order
-        return True
+        if tried and costs and tried[-1].outcome.cost >= min(costs):
+            return False
+        for tenths in self._budgets:
+            order = self._partitions(tenths / 10)
+            if order is None or (tried and order == tried[-1].outcome.order):
+                continue
+            if StepMemory.of(self._graph, Plan.from_order(self._graph, order)).saved_bytes <= self._most_bytes:
+                self._order, self._is_partition, self._tenths = order, True, tenths
+                return True
+        return False
+
+    @property
+    def _own(self) -> list[Trial[CompiledPlan]]:
+        """The trials of plans that are no partitions of PyTorch."""
+        return [t for t in self.trials if not t.outcome.partition]
+
+    def _fits(self, trial: Trial[CompiledPlan]) -> bool:
+        """Whether a trial keeps the budget; the part of a step leaves room for the rest of it."""
+        return trial.within(self.limit_bytes) if self._share is None else trial.outcome.memory.within(self._share.limit)
 
     def _best(self) -> int | None:
         """Index of the cheapest trial whose peak keeps the budget; a measured trial is stored as the answer."""
-        if self._share is not None:  # it must leave room for the rest of its step
-            return 0 if self.trials[0].outcome.memory.within(self._share.limit) else None
-        fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
-        if self._fixed:
-            return 0 if fitting else None
+        fitting = [i for i, t in enumerate(self.trials) if self._fits(t)]
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
+        costs = [t.outcome.cost for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._most_bytes]
-        found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
-        if found is not None and self.trials[found].measured:
+        if self._partitions is not None and None not in costs:
+            found = min(monotone or fitting, key=lambda i: (costs[i], peaks[i], i), default=None)
+        else:
+            found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
+        if found is not None and self.trials[found].measured and not self._fixed:
             self._store.record_answer(self.limit_bytes, peaks[found])
         return found
 
@@ -253,15 +312,15 @@ class CalibratedSearch:
 
     def _next_order(self) -> tuple[int, ...] | None:
         """The order of the next plan to compile; None if no other is worth a compilation."""
-        limit, policy = self._most_bytes, self._policy
-        if policy.next_target(self.trials, limit) is None:
+        limit, policy, own = self._most_bytes, self._policy, self._own
+        if policy.next_target(own, limit) is None:
             return None
-        if self.trials and self.trials[-1].within(limit):
-            last = self.trials[-1].outcome
+        if own and own[-1].within(limit):
+            last = own[-1].outcome
             if last.memory.peak_bytes >= AIM * self._predicted(last.order):
                 return None  # as predicted: another search would choose the same plan
         found = self._predicted_to_fit(limit)
-        if found is None or found.cost > policy.worthwhile_cost(self.trials, limit):
+        if found is None or found.cost > policy.worthwhile_cost(own, limit):
             return None
         self._target_bytes = found.target_bytes
         return found.outcome
@@ -302,7 +361,7 @@ class CalibratedSearch:
         One trial tells the memory that the compiler adds to any plan. This memory need not shrink with the plan: two trials tell
         by how much a step shrinks for each predicted byte.
         """
-        known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self.trials]
+        known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self._own]
         if not known:
             return predicted_bytes
         at, needed = known[-1]

@@ -40,8 +40,11 @@ _INSTALLED = {
 _CUDA_GRAPHS = "triton.cudagraphs"
 
 
-def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
-    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner."""
+def config_patches(options: Options, device_types: set[str], *, as_stock: bool = False) -> dict[str, Any]:
+    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner.
+
+    With ``as_stock`` no decision is left to the plan but what is saved and what is computed again.
+    """
     for given, value in options.inductor_options.items():
         _refuse(given.replace("-", "_"), given, value)
     try:
@@ -60,7 +63,7 @@ def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
             "trial step, which measures what is allocated while it runs, does not count that pool",
             hint="set mode='max-autotune-no-cudagraphs', or inductor_options={'triton.cudagraphs': False}",
         )
-    return {**patches, **PLANNED_SETTINGS}
+    return patches if as_stock else {**patches, **PLANNED_SETTINGS}
 
 
 def _refuse(name: str, given: str, value: Any) -> None:

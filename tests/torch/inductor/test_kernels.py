@@ -1,11 +1,15 @@
-"""C++ kernels of generated modules, compiled many to a file."""
+"""Kernels of generated modules: built when a plan is chosen, and C++ kernels many to a file."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from checkmate.torch._compat.cpp_kernels import PendingKernels
+from checkmate.torch._compat.kernels import PendingKernels
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 ARGUMENTS = ["const float*", "float*", "const int64_t"]
@@ -57,3 +61,30 @@ def test_kernels_outside_are_built_at_once() -> None:
     out = torch.empty(1)
     AsyncCompile().cpp_pybinding(ARGUMENTS, source("x - 1"))(torch.ones(1), out, 1)
     assert out.item() == 0
+
+
+MODULE = compile("kernel = AsyncCompile().triton('name', 'source', device_str='cuda')", "a generated module", "exec")
+
+
+def test_kernels_of_triton_are_built_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generated module is loaded without them; what builds a kernel to measure it gets one at once."""
+    built: list[str] = []
+
+    def triton(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> Any:
+        built.append(source)
+        return SimpleNamespace(run=lambda *args, stream: (name, *args, stream), launchers=[])
+
+    monkeypatch.setattr(AsyncCompile, "triton", triton)
+    pending, asked, early = PendingKernels(), {"AsyncCompile": AsyncCompile}, {"AsyncCompile": AsyncCompile}
+    with pending.collecting():
+        exec(MODULE, asked)
+        AsyncCompile().triton("name", "autotuned")
+    assert built == ["autotuned"]
+    pending.build()
+    pending.build()
+    assert built == ["autotuned", "source"]
+    assert asked["kernel"].run(1, stream=0) == ("name", 1, 0)
+    with PendingKernels().collecting():
+        exec(MODULE, early)
+    assert early["kernel"].run(2, stream=0) == ("name", 2, 0)
+    assert built == ["autotuned", "source", "source"]

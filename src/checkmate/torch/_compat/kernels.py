@@ -1,15 +1,19 @@
-"""C++ kernels of Inductor, compiled many to a file.
+"""Kernels of Inductor, built when the plan of their code is chosen; C++ kernels are compiled many to a file.
 
 Inductor compiles each C++ kernel of a module by itself, when the module is loaded. Nearly all of that time is the same for any
 kernel: starting the compiler and reading headers. 130 kernels of a GPT-2 take 118 s one by one, and 16 s in one file. The first
 step of a ResNet-18, with planning and tracing, takes 69 CPU seconds with 44 files, and 52 with 8. Inductor has no option for it.
 Therefore ``AsyncCompile.cpp_pybinding``, which a module calls for each kernel, is replaced while the module is generated and
 loaded.
+
+``AsyncCompile.triton`` is replaced too: a kernel of Triton takes 0.1 to 1 s, and code is generated for several plans.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,19 +48,20 @@ class _CodeCache(CppPythonBindingsCodeCache):
 
 
 class PendingKernels:
-    """The C++ kernels of generated modules, until they are built.
+    """The kernels of generated modules, until they are built.
 
     A module whose kernels are not built is otherwise complete. A kernel that is called too early is built first.
     """
 
     def __init__(self) -> None:
         self._kernels: list[_Kernel] = []
+        self._triton: list[_TritonKernel] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Collect the kernels of modules that this thread loads inside, instead of building them."""
-        build_one, thread = AsyncCompile.cpp_pybinding, threading.get_ident()
+        build_one, build_triton, thread = AsyncCompile.cpp_pybinding, AsyncCompile.triton, threading.get_ident()
 
         def cpp_pybinding(self_: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
             if threading.get_ident() != thread:
@@ -64,12 +69,27 @@ class PendingKernels:
             self._kernels.append(_Kernel(tuple(argtypes), source_code, self))
             return self._kernels[-1]
 
-        with replaced(AsyncCompile, "cpp_pybinding", cpp_pybinding):
+        def triton(self_: AsyncCompile, *args: Any, **kwargs: Any) -> Any:
+            caller, build = sys._getframe(1), functools.partial(build_triton, self_, *args, **kwargs)
+            if threading.get_ident() == thread and caller.f_code.co_name == "<module>":  # a generated module, which is loaded
+                self._triton.append(_TritonKernel(build, self))
+                return self._triton[-1]
+            # The generator of code begins to build a kernel early, and takes no result; autotuning builds its kernels.
+            early = caller.f_globals["__name__"] == "torch._inductor.codegen.triton"
+            return None if threading.get_ident() == thread and early else build()
+
+        with replaced(AsyncCompile, "cpp_pybinding", cpp_pybinding), replaced(AsyncCompile, "triton", triton):
             yield
 
     def build(self) -> None:
         """Build the kernels."""
         with self._lock:
+            if self._triton:
+                built = {str(i): kernel.build() for i, kernel in enumerate(self._triton)}  # in other processes, if there are any
+                AsyncCompile().wait(built)
+                for kernel, ready in zip(self._triton, built.values(), strict=True):
+                    kernel.built(ready)
+                self._triton = []
             waiting, threads = self._kernels, get_compile_threads()
             if not waiting:
                 return
@@ -97,6 +117,25 @@ class _Kernel:
             self.pending.build()
         assert self.run is not None
         return self.run(*args)
+
+
+class _TritonKernel:
+    """A kernel that stands for one of Triton."""
+
+    def __init__(self, build: Callable[[], Any], pending: PendingKernels) -> None:
+        self.build, self._pending = build, pending
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the kernel, which is built if it is called too early."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "kernel" not in vars(self):
+            self._pending.build()
+        return getattr(vars(self)["kernel"], name)
+
+    def built(self, kernel: Any) -> None:
+        """Stand for a built kernel from now on."""
+        vars(self).update(kernel=kernel, run=kernel.run)
 
 
 def _build_file(kernels: Sequence[_Kernel]) -> None:
