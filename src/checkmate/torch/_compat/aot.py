@@ -34,28 +34,21 @@ def min_cut_partition(
     joint: torch.fx.GraphModule, budget: float, num_fwd_outputs: int
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward and backward of a joint module, as stock Inductor partitions it for a given ``activation_memory_budget``."""
-    inputs = (node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node))
-    static = [i for i, node in enumerate(inputs) if node.meta.get(_STATIC)]
+    static = [i for i, node in enumerate(joint.graph.find_nodes(op="placeholder")) if node.meta.get("checkmate_static")]
+    options = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static}
     with functorch_config.patch(activation_memory_budget=budget):
-        return min_cut_rematerialization_partition(
-            joint, (), num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
-        )
-
-
-_STATIC = "checkmate_static"
+        return min_cut_rematerialization_partition(joint, (), **options)
 
 
 def mark_static(joint: torch.fx.GraphModule, positions: Iterable[int]) -> None:
     """Mark the inputs that live longer than a step, such as parameters, for `min_cut_partition`."""
-    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    inputs = joint.graph.find_nodes(op="placeholder")  # tangents come last
     for position in positions:
-        inputs[position].meta[_STATIC] = True
+        inputs[position].meta["checkmate_static"] = True
 
 
 def tell_parameters(gm: torch.fx.GraphModule, copy: torch.fx.GraphModule) -> None:
     """Tell AOTAutograd which inputs of a copy of a Dynamo graph are parameters, as Dynamo tells it of the graph."""
-    if not hasattr(gm, "_param_name_to_source"):
-        return
     copy._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
     inputs = (module.graph.find_nodes(op="placeholder") for module in (gm, copy))
     for node, copied in zip(*inputs, strict=True):

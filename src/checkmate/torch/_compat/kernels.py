@@ -88,7 +88,7 @@ class PendingKernels:
                 built = {str(i): kernel.build() for i, kernel in enumerate(self._triton)}  # in other processes, if there are any
                 AsyncCompile().wait(built)
                 for kernel, ready in zip(self._triton, built.values(), strict=True):
-                    kernel.built(ready)
+                    vars(kernel).update(kernel=ready, run=ready.run)
                 self._triton = []
             waiting, threads = self._kernels, get_compile_threads()
             if not waiting:
@@ -132,10 +132,6 @@ class _TritonKernel:
         if "kernel" not in vars(self):
             self._pending.build()
         return getattr(vars(self)["kernel"], name)
-
-    def built(self, kernel: Any) -> None:
-        """Stand for a built kernel from now on."""
-        vars(self).update(kernel=kernel, run=kernel.run)
 
 
 def _build_file(kernels: Sequence[_Kernel]) -> None:

@@ -101,8 +101,6 @@ class Heap:
                     self.free(event.name)
                 case LibraryCall():
                     self.use(0 if event.node is None else costs(event.node).workspace_bytes)
-                case Loop():
-                    pass
 
 
 class Account:

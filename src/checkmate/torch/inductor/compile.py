@@ -110,9 +110,8 @@ class _Trials:
         self.compiled: list[CompiledGraph] = []
         self._gm, self._inputs, self._compilation = gm, example_inputs, compilation
         target = compilation.hooks.target
-        kinds = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-        devices = kinds if target is None else {target.device.kind}
-        on_gpu = not devices <= {"cpu"}
+        devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+        on_gpu = not devices <= {"cpu"} if target is None else target.device.kind == "cuda"
         self._as_stock = on_gpu and not compilation.hooks.whole
         self._patches = config_patches(compilation.options, devices, as_stock=self._as_stock)
         fingerprint = compiler_fingerprint(example_inputs, compilation.options, self._patches)
@@ -134,8 +133,8 @@ class _Trials:
     def compile(self) -> CompiledGraph:
         """Generate the code of the next plan."""
         whole = WholeStep() if self._compilation.hooks.whole else None
-        options, as_stock = self._compilation.options, self._as_stock
-        made = generate(self._gm, self._inputs, self._task, options, self._patches, whole, self._problem, as_stock)
+        settings = self._compilation.options, self._patches
+        made = generate(self._gm, self._inputs, self._task, *settings, whole, self._problem, self._as_stock)
         self.compiled.append(made)
         return made
 

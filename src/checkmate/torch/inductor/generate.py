@@ -184,7 +184,7 @@ def generate(
     partitioner = PlanPartitioner(task, options, problem)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
-    if as_stock:
+    if as_stock and hasattr(gm, "_param_name_to_source"):
         tell_parameters(gm, copy)
     patches = {**settings, **({} if whole is None else WHOLE_STEP_CONFIG), "custom_partitioner_fn": partitioner}
     modules, cache = _Modules(partitioner, whole, repeats=not as_stock), CachedCompilation()

@@ -254,10 +254,10 @@ class CalibratedSearch:
         The first that fits is the cheapest one, and the code of the others is no cheaper than that of the one before.
         """
         tried = [t for t in self.trials if t.outcome.partition]
-        costs = [t.outcome.cost for t in self.trials if self._fits(t)]
         if self._partitions is None or any(t.outcome.cost is None for t in self.trials) or any(map(self._fits, tried)):
             return False
-        if tried and costs and tried[-1].outcome.cost >= min(costs):
+        costs = [t.outcome.cost or 0 for t in self.trials if self._fits(t)]
+        if costs and any((t.outcome.cost or 0) >= min(costs) for t in tried):
             return False
         for tenths in self._budgets:
             order = self._partitions(tenths / 10)
@@ -283,10 +283,9 @@ class CalibratedSearch:
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         costs = [t.outcome.cost for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._most_bytes]
-        if self._partitions is not None and None not in costs:
-            found = min(monotone or fitting, key=lambda i: (costs[i], peaks[i], i), default=None)
-        else:
-            found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
+        if self._partitions is None or None in costs:
+            costs = [t.cost for t in self.trials]
+        found = min(monotone or fitting, key=lambda i: (costs[i], peaks[i], i), default=None)
         if found is not None and self.trials[found].measured and not self._fixed:
             self._store.record_answer(self.limit_bytes, peaks[found])
         return found

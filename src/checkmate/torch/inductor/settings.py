@@ -41,10 +41,7 @@ _CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def config_patches(options: Options, device_types: set[str], *, as_stock: bool = False) -> dict[str, Any]:
-    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner.
-
-    With ``as_stock`` no decision is left to the plan but what is saved and what is computed again.
-    """
+    """Patches of Inductor's configuration for a compilation under a plan, or for code as stock Inductor generates it."""
     for given, value in options.inductor_options.items():
         _refuse(given.replace("-", "_"), given, value)
     try:

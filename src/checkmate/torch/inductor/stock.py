@@ -33,9 +33,7 @@ def as_stock(capture: Capture, recapture: Recapture) -> tuple[Capture, Partition
     """
     if capture.graph.boundary is None:
         return capture, None
-    merged = equal_nodes_merged(capture.joint.graph)
-    if len(merged.nodes) < len(capture.joint.graph.nodes):
-        capture = recapture(fx.GraphModule(capture.joint, merged))
+    capture = recapture(fx.GraphModule(capture.joint, equal_nodes_merged(capture.joint.graph)))
     graph = capture.graph
     movable = {(graph.boundary, o) for o, op in enumerate(graph.ops) if op.recomputable and not op.clobbered_by}
     graph = msgspec.structs.replace(graph, order=tuple(pair for pair in graph.order if pair not in movable))
