@@ -45,7 +45,7 @@ def main() -> int:
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """Child: the code of all variants of a model."""
     pretend()
-    stocks = {str(fraction): stock(name, fraction) for fraction in (1.0, *FRACTIONS[: 1 if name == "tiny" else None])}
+    stocks = {str(fraction): stock(name, fraction) for fraction in (1.0, *(() if name == "tiny" else FRACTIONS))}
     mine = {"keep all": ours(name, None, time_limit_s)}
     for fraction, row in stocks.items():
         mine[fraction] = ours(name, mine["keep all"]["resident_bytes"] + row["peak_bytes"], time_limit_s)
