@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -98,7 +98,42 @@ class _BoundOps(_BoxedCodeGen):
             return f"{name}("
 
         code.src = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(", bound, code.src)
+        for function in (run_and_save_rng_state, run_with_rng_state):
+            code.src = code.src.replace(f"torch.ops.higher_order.{function.__name__}(", f"{function.__name__}(")
+            code.globals[function.__name__] = function
         return code
+
+
+def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """What torch's op of this name does, without a dispatch in Python: the state before a random op, and its result."""
+    return _generator(args, kwargs).get_state(), op(*args, **kwargs)
+
+
+def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's op of this name does: the result of a random op from a state; the generator is left as it was."""
+    generator = _generator(args, kwargs)
+    if generator.device.type == "cpu":
+        before = generator.get_state()
+        generator.set_state(state)
+        result = op(*args, **kwargs)
+        generator.set_state(before)
+        return result
+    # Pointers to states are swapped, as by ``graphsafe_run_with_rng_state``.
+    before, replayed = generator.graphsafe_get_state(), torch.Generator(generator.device)
+    replayed.set_state(state)
+    generator.graphsafe_set_state(replayed)
+    result = op(*args, **kwargs)
+    generator.graphsafe_set_state(before)
+    return result
+
+
+def _generator(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The default generator of the device that a random op runs on."""
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), None) or torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def boxed(module: torch.fx.GraphModule) -> BoxedRun:
