@@ -105,12 +105,12 @@ class _BoundOps(_BoxedCodeGen):
 
 
 def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """What torch's op of this name does, without a dispatch in Python: the state before a random op, and its result."""
+    """The state before a random op, and its result, as of torch's op of this name without its dispatch in Python."""
     return _generator(args, kwargs).get_state(), op(*args, **kwargs)
 
 
 def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's op of this name does: the result of a random op from a state; the generator is left as it was."""
+    """The result of a random op from a saved state, as of torch's op of this name; the generator is left as it was."""
     generator = _generator(args, kwargs)
     if generator.device.type == "cpu":
         before = generator.get_state()

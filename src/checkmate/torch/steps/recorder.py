@@ -156,7 +156,7 @@ class StepRecorder:
         if any(args[k].is_leaf and args[k].requires_grad for k in fresh):
             return None
         run = Run(planned, program, (), leaves=before.leaves, tensors=tensors)
-        run.fresh = dict(zip(fresh, storage_refs(args[k] for k in fresh), strict=True))
+        run.fresh = {k: weakref.ref(args[k].untyped_storage()) for k in fresh}
         self._note_existing(run)
         self.forwards.append(run)
         self.runs.append(run)
