@@ -99,8 +99,8 @@ class _BoundOps(_BoxedCodeGen):
 
         code.src = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(", bound, code.src)
         for function in (run_and_save_rng_state, run_with_rng_state):
-            code.src = code.src.replace(f"torch.ops.higher_order.{function.__name__}(", f"{function.__name__}(")
-            code.globals[function.__name__] = function
+            code.globals[name := f"op_{function.__name__}"] = function  # a variable has the name itself
+            code.src = code.src.replace(f"torch.ops.higher_order.{function.__name__}(", f"{name}(")
         return code
 
 
