@@ -131,7 +131,8 @@ def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dic
         took_s = (event.time_range.elapsed_us() if device == "cuda" else event.self_cpu_time_total) / 1e6
         by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + took_s
     most = sorted(by_name, key=by_name.__getitem__, reverse=True)[:10]
-    return {"kernels_s": sum(by_name.values()), "kernels": len(events), "longest_s": {name: by_name[name] for name in most}}
+    longest = "; ".join(f"{name} {1e3 * by_name[name]:.3f} ms" for name in most)
+    return {"kernels_s": sum(by_name.values()), "kernels": len(events), "longest": longest}
 
 
 @contextmanager
