@@ -64,6 +64,14 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
     return frozenset(i for i, known in enumerate(metadata.input_info) if known.mutates_data or known.mutates_metadata)
 
 
+def save_one_more() -> None:
+    """Let the forward that is compiled save a tensor that is not in its graph; PyTorch 2.14 lists which of them are inputs."""
+    context = TracingContext.try_get()
+    known = getattr(context and context.fw_metadata, "saved_tensor_is_graph_input", None)
+    if known is not None:
+        known[:] = [False] * (len(known) + 1)  # all are treated as before 2.14
+
+
 def regions_as_hints() -> AbstractContextManager[Any]:
     """Context in which AOTAutograd recomputes no region under ``torch.utils.checkpoint`` by itself.
 
