@@ -127,7 +127,7 @@ def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: 
 
 def _new(optimizer: optim.Optimizer, parameter: torch.Tensor) -> optim.Optimizer:
     """An optimizer without steps: a shallow copy would have no state, and Adagrad of PyTorch 2.11 makes it when constructed."""
-    return type(optimizer)([parameter])
+    return type(optimizer)([parameter])  # type: ignore[call-arg]
 
 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def _group_norm(call: OpCall) -> Iterator[Rule]:
 def _layer_norm(call: OpCall) -> Iterator[Rule]:
     """Layer and RMS norms: the gradients of weight and bias are sums over all that has its own statistics."""
     for d in range(len(call["input"].shape) - len(call["normalized_shape"])):
-        others = [d if call["grad_out"] is None else SUM] * (len(call.outputs) - 1)
+        others: list[Placement | int] = [d if call["grad_out"] is None else SUM] * (len(call.outputs) - 1)
         yield call.rule(d, *others, grad_out=d, input=d, mean=d, rstd=d)
 
 
@@ -328,7 +328,8 @@ def _batch_norm(call: OpCall) -> Iterator[Rule]:
         yield call.rule(1, *[0] * (len(call.outputs) - 1), grad_out=1, input=1, **channels)
     if gradient is None and not call["training"]:
         # The other outputs are empty on the CPU; elsewhere a piece returns the whole outputs in their place.
-        yield call.rule(0, *[WHOLE] * (len(call.outputs) - 1), input=0)
+        statistics: list[Placement] = [WHOLE] * (len(call.outputs) - 1)
+        yield call.rule(0, *statistics, input=0)
     # If a slice has one example, the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
     if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
