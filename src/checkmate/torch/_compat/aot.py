@@ -66,9 +66,8 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
 
 def save_one_more() -> None:
     """Let the forward that is compiled save a tensor that is not in its graph; PyTorch 2.14 lists which of them are inputs."""
-    context = TracingContext.try_get()
-    known = getattr(context and context.fw_metadata, "saved_tensor_is_graph_input", None)
-    if known is not None:
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if (known := getattr(metadata, "saved_tensor_is_graph_input", None)) is not None:
         known[:] = [False] * (len(known) + 1)  # all are treated as before 2.14
 
 

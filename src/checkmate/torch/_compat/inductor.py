@@ -100,7 +100,7 @@ def _recompute_and_order(node: SchedulerNode, *args: Any, **kwargs: Any) -> None
     is computed again, the gradient of the pooling before it was read before it was scattered into its zeros: the gradients of the
     first convolution were zero. PyTorch 2.11 also loses what the loop has to wait for: the readers of what it overwrites.
     """
-    waits_for = OrderedSet(read for read in node.read_writes.reads if isinstance(read, (StarDep, WeakDep)))
+    waits_for: OrderedSet[Any] = OrderedSet(read for read in node.read_writes.reads if isinstance(read, (StarDep, WeakDep)))
     _recompute_size_and_body(node, *args, **kwargs)
     node.set_read_writes(node.read_writes.with_read(waits_for).rename(getattr(node, "mutation_renames", {})))
 

@@ -79,7 +79,7 @@ class Updates:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
         group = self.group(which)
         dummy = torch.nn.Parameter(parameter)
-        shadow = _new(self.optimizer, dummy)
+        shadow = type(self.optimizer)([dummy])  # type: ignore[call-arg]  # Adagrad has a state from then on
         shadow.param_groups = [{**group, "params": [dummy]}]
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -119,15 +119,10 @@ class Updates:
 
 def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer's first step would create for a parameter; the optimizer is not changed."""
-    shadow = _new(optimizer, parameter)
+    shadow = type(optimizer)([parameter])  # type: ignore[call-arg]  # Adagrad of PyTorch 2.11 makes its state here, and only here
     if parameter.is_meta and group.get("fused"):  # a fused one refuses meta; its step counter is on the device of the parameter
         group = {**group, "fused": False, "capturable": True}
     return _initialise(shadow, group, parameter)
-
-
-def _new(optimizer: optim.Optimizer, parameter: torch.Tensor) -> optim.Optimizer:
-    """An optimizer without steps: a shallow copy would have no state, and Adagrad of PyTorch 2.11 makes it when constructed."""
-    return type(optimizer)([parameter])  # type: ignore[call-arg]
 
 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.sharding import Layout, LibraryPlacement, library_rules
-from checkmate.torch.chunking.rules.own_rules import OpCall, own_rules
+from checkmate.torch.chunking.rules.own_rules import OWN_RULES, OpCall, elementwise
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
 from checkmate.torch.graph.op_properties import op_properties
 
@@ -76,7 +76,8 @@ def _rules(call: OpCall) -> tuple[Rule, ...]:
         return ()
     if call["dropout_p"]:  # a backward that draws the mask from a seed would draw another position's mask
         return ()
-    own = own_rules(call.op)
+    # Of a pointwise op torch's library of 2.11 does not cut what the first operand broadcasts.
+    own = OWN_RULES.get(call.op, elementwise if torch.Tag.pointwise in call.op.tags else None)
     candidates = own(call) if own is not None else _from_library(call)
     single = [rule for rule in dict.fromkeys(candidates) if _holds_for(rule, call)]
     both = (_both(first, second) for first in single for second in single)

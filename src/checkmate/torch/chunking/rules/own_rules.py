@@ -188,7 +188,7 @@ def _expanded(call: OpCall) -> Iterator[Rule]:
         yield call.rule(d, self=d - new if kept else WHOLE)
 
 
-def _elementwise(call: OpCall) -> Iterator[Rule]:
+def elementwise(call: OpCall) -> Iterator[Rule]:
     """Every element of the results needs the elements at its place; operands of one element along a dimension are broadcast."""
     for back in range(max((len(tensor.shape) for _, tensor in call.inputs), default=0), 0, -1):
         outputs: tuple[Placement | None, ...] = tuple(None if out is None else _from_the_end(out, back) for out in call.outputs)
@@ -206,7 +206,7 @@ def _loss(call: OpCall) -> Iterator[Rule]:
     There is no rule for a mean, nor for its gradient: the op divides both by the number of elements that it reads.
     """
     if call["reduction"] != 1:
-        for rule in _elementwise(call):
+        for rule in elementwise(call):
             yield Rule((SUM,), rule.inputs) if call.shapes[1] == () else rule
 
 
@@ -328,8 +328,7 @@ def _batch_norm(call: OpCall) -> Iterator[Rule]:
         yield call.rule(1, *[0] * (len(call.outputs) - 1), grad_out=1, input=1, **channels)
     if gradient is None and not call["training"]:
         # The other outputs are empty on the CPU; elsewhere a piece returns the whole outputs in their place.
-        statistics: list[Placement] = [WHOLE] * (len(call.outputs) - 1)
-        yield call.rule(0, *statistics, input=0)
+        yield call.rule(0, *(WHOLE for _ in call.outputs[1:]), input=0)
     # If a slice has one example, the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
     if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
@@ -350,7 +349,7 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
     (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
               aten.glu.default, aten.glu_backward.default, aten.scatter.value)),
     # Not marked as pointwise in torch.
-    (_elementwise, (aten.leaky_relu.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default,
+    (elementwise, (aten.leaky_relu.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default,
                     aten.elu_backward.default,
                     aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
                     aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
@@ -396,12 +395,5 @@ _TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
                    aten.native_batch_norm_backward.default)),
 )  # fmt: skip
 
-_OF_OP: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
-
-
-def own_rules(op: OpOverload) -> OwnRules | None:
-    """The function that computes the rules of an op; None if torch's library is to be asked.
-
-    The library of PyTorch 2.11 does not cut what the first operand of a pointwise op broadcasts.
-    """
-    return _OF_OP.get(op, _elementwise if torch.Tag.pointwise in op.tags else None)
+OWN_RULES: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
+"""Op to the function that computes its rules; torch's library is not asked for these ops."""
