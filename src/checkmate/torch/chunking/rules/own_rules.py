@@ -328,7 +328,7 @@ def _batch_norm(call: OpCall) -> Iterator[Rule]:
         yield call.rule(1, *[0] * (len(call.outputs) - 1), grad_out=1, input=1, **channels)
     if gradient is None and not call["training"]:
         # The other outputs are empty on the CPU; elsewhere a piece returns the whole outputs in their place.
-        yield call.rule(0, *(WHOLE for _ in call.outputs[1:]), input=0)
+        yield call.rule(0, *map(_placement, [None] * (len(call.outputs) - 1)), input=0)
     # If a slice has one example, the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
     if gradient is not None and not call["train"] and gradient.stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
