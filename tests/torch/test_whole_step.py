@@ -23,6 +23,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": (rest := [*p])[::2], "maximize": True, "weight_decay": 0.3}, {"params": rest[1::2], "foreach": True}], 1e-2
+    ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
@@ -70,7 +73,7 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-QUICK = ("nesterov", "adamw", "adagrad", "foreach")
+QUICK = ("nesterov", "adamw", "adagrad", "foreach", "groups")
 """Those that run every time."""
 
 

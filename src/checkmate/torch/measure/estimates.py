@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.cost.device import Device, load_device, roofline_ns
 from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, out_argument
-from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
+from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 aten = torch.ops.aten
@@ -160,14 +160,8 @@ def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
     return 4 * halves * torch.get_num_threads() * rows * ((1 + backward) * keys + width + 4)
 
 
-def _update(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """Loops and ``foreach`` make up to three tensors like the gradient, Muon somewhat more; ``fused`` makes none."""
-    _, _, optimizer, which = node.args
-    return 0 if updates_of(optimizer).group(which).get("fused") else 4 * max(given)  # type: ignore[arg-type]
-
-
 _RULES: dict[Any, _Rule] = {
-    UPDATE.overloadpacket: _update,
+    UPDATE.overloadpacket: lambda node, given, made: 4 * max(given),  # loops make up to 3.4 tensors like the gradient
     **dict.fromkeys((aten.convolution, aten.convolution_backward), _convolution),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     **dict.fromkeys((aten.embedding, aten.embedding_dense_backward, aten.scatter, aten.scatter_add), _indices),

@@ -17,6 +17,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Discard, Free, Plan, with_frees
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.frontend.counted_memory import Counted
+from checkmate.studies.lifetimes import StorageLifetime, storage_lifetimes
 from checkmate.torch.graph.optimizer_ops import UPDATE, update_parameters
 
 WORKSPACE = "checkmate_workspace"
@@ -24,12 +25,12 @@ WORKSPACE = "checkmate_workspace"
 
 
 class Update(NamedTuple):
-    """An update in a plan: its op and step, its workspace, the bytes freed after it, and the first step that has to follow it."""
+    """An update in a plan: its op and step, its workspace, the storages it reads, and the first step that has to follow it."""
 
     op: int
     at: int
     workspace_bytes: int
-    freed_bytes: int
+    reads: tuple[StorageLifetime, ...]
     deadline: int
 
 
@@ -43,16 +44,15 @@ def group_updates(graph: Graph, plan: Plan, counted: Counted | None) -> tuple[Pl
     """
     timeline = simulate(graph, plan)
     updates, limit = _updates(timeline), timeline.peak_bytes
-    before = counted(graph, plan) if counted is not None and updates else 0
     for _ in range(3 if updates else 0):
         groups = _groups(timeline, updates, limit)
         postponed = _postponed(graph, plan, groups)
-        ops, workspace = [*graph.ops], {group[-1]: sum(u.workspace_bytes for u in group) for group in groups}
+        ops, workspace = [*graph.ops], {group[0]: sum(u.workspace_bytes for u in group) for group in groups}
         for u in updates:
             ops[u.op] = msgspec.structs.replace(ops[u.op], workspace_bytes=workspace.get(u, 0))
         as_run = msgspec.structs.replace(graph, ops=ops), msgspec.structs.replace(postponed, graph_digest="")
         after = simulate(*as_run)
-        excess = max(after.peak_bytes - timeline.peak_bytes, 0 if counted is None else counted(*as_run) - before)
+        excess = max(after.peak_bytes - timeline.peak_bytes, 0 if counted is None else counted(*as_run) - counted(graph, plan))
         if excess <= 0 and after.cost == timeline.cost:  # no longer waits for copies
             return postponed, groups
         limit -= excess
@@ -74,17 +74,16 @@ def call_in_groups(module: fx.GraphModule, groups: Sequence[Group]) -> None:
 
 
 def _updates(timeline: Timeline) -> list[Update]:
-    graph, steps, held = timeline.graph, timeline.plan.steps, timeline.bytes
-    first = {step.op: p for p, step in reversed([*enumerate(steps)]) if isinstance(step, Compute)}
+    graph = timeline.graph
+    first = {step.op: p for p, step in reversed([*enumerate(timeline.plan.steps)]) if isinstance(step, Compute)}
     later = {o: {*op.clobbered_by} for o, op in enumerate(graph.ops) if op.phase == "optimizer"}
     for a, b in graph.order:
         later.get(a, set()).add(b)
-    found: list[Update] = []
-    for o in sorted(later, key=first.__getitem__):
-        at, workspace, deadline = first[o], graph.ops[o].workspace_bytes, min((first[b] for b in later[o]), default=len(steps))
-        end = next((q for q in range(at + 1, len(steps)) if not isinstance(steps[q], Free)), len(steps))
-        found.append(Update(o, at, workspace, int(held[at] - workspace - held[end - 1]) if end > at + 1 else 0, deadline))
-    return found
+    lives, end = storage_lifetimes(graph, timeline.plan), len(timeline.bytes)
+    return [
+        Update(o, p, op.workspace_bytes, tuple(s for s in lives if p in s.reads), min((first[b] for b in later[o]), default=end))
+        for p, o, op in sorted((first[o], o, graph.ops[o]) for o in later)
+    ]
 
 
 def _groups(timeline: Timeline, updates: Group, limit: int) -> list[Group]:
@@ -92,17 +91,20 @@ def _groups(timeline: Timeline, updates: Group, limit: int) -> list[Group]:
 
     A group that is possible is also possible without its first updates: the longest group at each place makes the fewest.
     """
-    held, groups, k = timeline.bytes, list[Group](), 0
+    groups, k = list[Group](), 0
     while k < len(updates):
-        end, waiting, deadline = k + 1, 0, len(held)
+        held, end, waiting, deadline = timeline.bytes.copy(), k + 1, set[StorageLifetime](), len(timeline.bytes)
         for j, update in enumerate(updates[k:], k):
-            if held[update.at] + waiting + sum(u.workspace_bytes for u in updates[k:j]) <= limit:
+            if held[update.at] + sum(u.workspace_bytes for u in updates[k:j]) <= limit:
                 end = max(end, j + 1)
-            waiting, deadline = waiting + update.freed_bytes, min(deadline, update.deadline)
+            for storage in {*update.reads} - waiting:
+                held[storage.gone_at :] += timeline.graph.values[storage.value].size_bytes
+            waiting.update(update.reads)
+            deadline = min(deadline, update.deadline)
             following = updates[j + 1].at if j + 1 < len(updates) else deadline
-            between = held[update.at + 1 : following].max(initial=0)
             # The peak of the step stays the plan's: an update that has it is not postponed.
-            if held[update.at] == timeline.peak_bytes or following >= deadline or between + waiting > limit:
+            has_peak = timeline.bytes[update.at] == timeline.peak_bytes
+            if has_peak or following >= deadline or held[update.at + 1 : following].max(initial=0) > limit:
                 break
         groups.append(updates[k:end])
         k = end
