@@ -129,8 +129,8 @@ class Coordinator:
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph with some inputs and their gradients, nor to the present step."""
         with _LOCK:
-            self._recorder.leave()
-            known = held_in_flight(self._pending) | ({} if self._recorder.over else self._recorder.present())
+            present = {} if self._recorder.over else self._recorder.present()
+            known = held_in_flight(self._pending) | present
             if device.type == "cuda" or self._memory is None or not self.in_flight:
                 gc.collect()  # compilation leaves cycles, which hold earlier models
                 self._memory = device_memory(device)
@@ -181,7 +181,6 @@ class Coordinator:
     def _see_eager_op(self, op: EagerOp) -> None:
         recorder = self._recorder
         with self._update():
-            recorder.leave()
             for tensor in op.given:
                 # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
                 if not any(storage_key(tensor) in run.held for run in self._pending):
@@ -258,9 +257,8 @@ class Coordinator:
             program = self._planned_program(planned)
             run = self._recorder.begin_forward(planned, program or planned.own, args, transient)
             if self._recorder.like is None:
-                inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
-                # Transient inputs are counted with their wrapper.
-                run.inputs = {key: 0 if key in transient else size for key, size in inputs.items()}
+                run.inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
+                run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
             if run.program.undefined:
                 run.arguments = ForwardArguments(planned, args)
             if program is None:
