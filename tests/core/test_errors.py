@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkmate.core import errors
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanError, PlanNotFoundError, WrongGraphError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanError, PlanNotFoundError, WrongGraphError, shortened
 
 BUILTINS = {
     "GraphError": ValueError,
@@ -73,3 +73,15 @@ def test_another_hint_changes_nothing_else():
     assert (type(changed), str(changed), changed.message, changed.hint) == (PlanNotFoundError, "no\n\nhint: less", "no", "less")
     assert (changed.budget_bytes, changed.smallest_bytes) == (1, 2)
     assert str(error) == "no\n\nhint: more"
+
+
+def test_a_message_shows_what_cannot_be_printed_as_an_escape():
+    """A name from a file must not move the cursor or turn text round; lines of a message stay lines."""
+    error = CheckmateError("op 'caf\u00e9\x1b[2J\u202e\tx'\nof the file", hint="rename it")
+    assert str(error) == "op 'caf\u00e9\\x1b[2J\\u202e\\tx'\nof the file\n\nhint: rename it"
+
+
+def test_a_long_name_is_shortened_to_its_two_ends():
+    """As long as is allowed it stays whole; one letter more and its middle goes."""
+    assert [shortened("0123456789", most=most) for most in (10, 9, 8)] == ["0123456789", "0123…6789", "012…789"]
+    assert (len(shortened("x" * 256)), shortened("x" * 257)) == (256, "x" * 127 + "…" + "x" * 127)

@@ -101,6 +101,13 @@ def test_a_plan_of_ops_with_many_values_is_refused_if_it_repeats_them_often():
     assert validate(graph, often) == (("size", 0, caught.value.message),)
 
 
+@pytest.mark.parametrize(("outputs", "times", "replayed"), [(3317, 96, True), (5021, 85, False)])
+def test_a_plan_is_replayed_up_to_a_number_of_reads_and_writes(outputs, times, replayed):
+    """The first plan has 318,432 of them, which is its limit to the last; the second has one more than its limit."""
+    graph = Graph((Op("m", (), tuple(range(outputs)), 1),), tuple(Value("x", 0) for _ in range(outputs)))
+    assert (Plan((Compute(0),) * times).excess(graph) == "") is replayed
+
+
 def test_plans_of_chains_repeat_ops_as_often_as_they_like():
     """The smallest peak of a chain computes each op hundreds of times: it has few values, and many steps."""
     ops = (Op("m", (), (0,), 1), *(Op("m", (v,), (v + 1,), 1) for v in range(300)))

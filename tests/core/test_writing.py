@@ -116,5 +116,6 @@ def test_a_file_system_that_cannot_allocate_is_no_fault(tmp_path, fails, number)
     check_writable(tmp_path / "new", 1000)
     assert len(calls) == 1
     fails("os.posix_fallocate", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    check_writable(tmp_path / "new")  # asks for nothing, which is refused by no disk
     with pytest.raises(OSError, match="No space left on device"):
         check_writable(tmp_path / "new", 1000)
