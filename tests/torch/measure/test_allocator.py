@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import checkmate.torch
+from benchmarks.gpu.history import replayed_history
 from checkmate import OptionError
 from checkmate.allocators import CachingAllocator, Chunk
+from checkmate.oom.snapshot import snapshot_of
 from checkmate.studies.reserved import requests, smallest_arena
 from checkmate.torch import measure_peak
 from checkmate.torch.measure import allocator
@@ -124,7 +127,6 @@ class SeemingDevice:
 
     def storage(self, size: int, device: Any) -> Any:
         """What `torch.UntypedStorage` makes: freed at once, for no tensor has it."""
-        assert device == CUDA
         self.free(address := self.allocate(size))
         return SimpleNamespace(data_ptr=lambda: address)
 
@@ -158,10 +160,8 @@ class SeemingDevice:
         ]
 
     def empty_cache(self) -> None:
-        """Free segments of the pool of all tensors, and of pools that are gone."""
-        for number, pool in self.pools.items():
-            if number == (0, 0):
-                pool.empty_cache()
+        """Free segments of the pool of all tensors; those of other pools stay for as long as the pools exist."""
+        self.pools[0, 0].empty_cache()
 
     def run(self, graph: checkmate.Graph, plan: checkmate.Plan, steps: int = 3) -> list[int]:
         """Make the requests of a plan; what it leaves after the last step, its gradients and outputs, is returned."""
@@ -225,19 +225,36 @@ def test_a_step_holds_what_was_predicted(device: SeemingDevice, planned: checkma
     assert before <= device.reserved == predicted
 
 
-def test_a_second_plan_has_the_arena_of_the_first(device: SeemingDevice, planned: checkmate.torch.Step) -> None:
+def test_a_whole_step_runs_in_its_pool(seeming_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward runs in the same thread, to which the pool belongs; other steps run in none."""
+    entered: list[object] = []
+    seeming_gpu(use_mem_pool=lambda pool, device: entered.append(pool) or nullcontext())
+    monkeypatch.setattr(allocator, "_RESERVED", {})
+    for whole in (True, False):
+        model, given = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1) if whole else None
+        step = checkmate.torch.compile(model, optimizer=optimizer, **given, budget="100%", budget_of="reserved")
+        allocator._RESERVED[None, False] = allocator._RESERVED[None, False]._replace(pool=model)
+        step(*given["example"])
+        assert entered.pop() is model if whole else not entered
+
+
+def test_a_second_plan_has_the_arena_of_the_first(device: SeemingDevice) -> None:
     """Gradients of the first step are still in it when a loop clears them only after the next forward."""
+    sizes = [20 * MIB, 20 * MIB, 12 * MIB, 40 * MIB]
+    graph = checkmate.Graph.from_dag(cost=[1] * 4, size_bytes=sizes, edges=[(0, 1), (0, 2), (1, 2), (2, 3)], kept=[2])
+    result = checkmate.evaluate(graph, checkmate.Plan.from_order(graph, range(4)))
     memory = ReservedMemory(CUDA)
-    memory.prepare(planned.graph, planned.result)
-    left = device.run(planned.graph, planned.plan, steps=1)
+    memory.prepare(graph, result)
     first = device.reserved
-    assert memory(planned.graph, planned.plan) == first
-    memory.prepare(planned.graph, planned.result)
+    (gradient,) = device.run(graph, result.plan, steps=1)
+    assert device.reserved == first == 52 * MIB
+    assert memory(graph, result.plan) == first
+    memory.prepare(graph, result)
     assert device.reserved == first
-    for address in left:
-        device.free(address)
-    memory.prepare(planned.graph, planned.result)
-    device.run(planned.graph, planned.plan)
+    device.free(gradient)
+    memory.prepare(graph, result)
+    device.run(graph, result.plan)
     assert device.reserved == first
 
 
@@ -304,3 +321,38 @@ def test_both_libraries_are_called_in_both_threads() -> None:
     state = torch.get_rng_state()
     allocator.warm_up(torch.device("cpu", 0))
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_gpu_holds_what_was_predicted(whole: bool) -> None:
+    """The arena is a segment of the device when the step is compiled; after the steps all segments are as predicted."""
+    model, given = network()
+    model, batch = model.cuda(), tuple(t.cuda() for t in given["example"])
+    optimizer = torch.optim.AdamW(model.parameters()) if whole else None
+    options = {**given, "example": batch, "budget": "80%", "budget_of": "reserved", "time_limit_s": 2}
+    step = checkmate.torch.compile(model, optimizer=optimizer, **options)
+    reserved = allocator._RESERVED[CUDA.index, whole and not has_expandable_segments()]
+    assert reserved.address in {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    for _ in range(3):
+        step(*batch)
+        model.zero_grad(set_to_none=True)
+    assert torch.cuda.memory_reserved(CUDA) <= step.result.budget_bytes
+
+
+@pytest.mark.gpu
+def test_the_model_of_the_allocator_is_the_allocator() -> None:
+    """For a recorded history of random requests, from the first to the last."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**5)
+    chance, held = random.Random(0), list[torch.Tensor]()
+    for _ in range(3000):
+        if held and chance.random() < 0.5:
+            held.pop(chance.randrange(len(held)))
+        else:
+            held.append(torch.empty(int(2 ** chance.uniform(3, 25)), dtype=torch.uint8, device=CUDA))
+    found = replayed_history(snapshot_of(torch.cuda.memory._snapshot()), CUDA.index)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert found.recorded_bytes == torch.cuda.max_memory_reserved(CUDA)
+    assert found.differs_at is None
