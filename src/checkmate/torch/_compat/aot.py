@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -64,11 +65,11 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
     return frozenset(i for i, known in enumerate(metadata.input_info) if known.mutates_data or known.mutates_metadata)
 
 
-def save_one_more() -> None:
-    """Let the forward that is compiled save a tensor that is not in its graph; PyTorch 2.14 lists which of them are inputs."""
+def save_any_number() -> None:
+    """Let forwards in place of the compiled one save any tensors; PyTorch 2.14 lists which of the saved ones are inputs."""
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
-    if (known := getattr(metadata, "saved_tensor_is_graph_input", None)) is not None:
-        known[:] = [False] * (len(known) + 1)  # all are treated as before 2.14
+    if hasattr(metadata, "saved_tensor_is_graph_input"):
+        metadata.saved_tensor_is_graph_input = defaultdict(bool)  # of any number, and none is one, as before 2.14
 
 
 def regions_as_hints() -> AbstractContextManager[Any]:

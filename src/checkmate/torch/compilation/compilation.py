@@ -16,7 +16,7 @@ from checkmate.core.errors import GraphError
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, save_one_more, saved_symbols
+from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, save_any_number, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
 from checkmate.torch.compilation.graph_planner import GraphPlanner
 from checkmate.torch.compilation.resident_account import Hooks, ResidentAccount
@@ -135,7 +135,7 @@ class Executable:
             planned.own.forward = run
             if module is not None:
                 planned.num_symbols = planned.own.num_symbols = saved_symbols(module, planned.num_outputs)
-                save_one_more()
+                save_any_number()
 
         def guarded(args: list[Any]) -> Any:
             if self._hooks.before_forward is not None:

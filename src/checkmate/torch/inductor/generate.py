@@ -23,7 +23,7 @@ from checkmate.torch._compat.aot import (
     functorch_config,
     mark_static,
     regions_as_hints,
-    save_one_more,
+    save_any_number,
     saved_symbols,
     tell_parameters,
 )
@@ -243,7 +243,7 @@ class _Modules:
         joint, whole = self._partitioner.joint, self._whole
         if which == "forward" and joint is not None:
             self.num_symbols += saved_symbols(module, joint.capture.num_fwd_outputs)
-            save_one_more()
+            save_any_number()
         # A planned graph has its layouts already (`with_channels_last`); other layouts would take other bytes.
         choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference")) and whole is None
         if whole is not None:
