@@ -117,9 +117,9 @@ class Compilations:
         for module in (calibrate, planned_scan):
             module.temp_bytes = functools.partial(self._compile, module.temp_bytes)
 
-    def _compile(self, original: Callable[..., int], *arguments: Any) -> int:
+    def _compile(self, original: Callable[..., int], *arguments: Any, **keywords: Any) -> int:
         self.count += 1
-        return original(*arguments)
+        return original(*arguments, **keywords)
 
     def during(self, act: Callable[[], Any]) -> tuple[Any, int]:
         """What an action returns, and how many programs it compiled."""

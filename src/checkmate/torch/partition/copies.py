@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.fx.node import has_side_effect
 
@@ -38,12 +39,12 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0
-        self.whole: dict[torch.device, torch.Tensor] = {}
+        self.whole: dict[torch.device, npt.NDArray[np.uint8]] = {}  # no tensors, which would count as resident memory of a CPU
         self._running = threading.Lock()
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
         """Have a buffer for the copies of a plan before its first step: pinning takes longer than copying."""
-        if device not in self.whole or self.whole[device].numel() < size_bytes:
+        if device not in self.whole or self.whole[device].nbytes < size_bytes:
             _synchronize(device)  # the last copies may be under way
             self.whole.pop(device, None)
             self.whole[device] = host_memory(size_bytes, device)
@@ -52,7 +53,7 @@ class HostBuffers:
         """The part of a buffer that a plan gives to a copy."""
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return self.whole[device][offset : offset + size_bytes]
+        return torch.from_numpy(self.whole[device][offset : offset + size_bytes])
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -70,15 +71,14 @@ class HostBuffers:
 BUFFERS = HostBuffers()
 
 
-def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+def host_memory(size_bytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
     """Memory of the host; for a CUDA device it is pinned, to the byte and for as long as it exists."""
     memory = np.empty(size_bytes, dtype=np.uint8)
     if device.type == "cuda":
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, size_bytes, 0))
         weakref.finalize(memory, cuda.cudaHostUnregister, memory.ctypes.data).atexit = False
-    with no_dispatch(), no_modes():  # compilers call this while they trace with fake tensors
-        return torch.from_numpy(memory)
+    return memory
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +141,7 @@ def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
     best = {"out": float("inf"), "in": float("inf")}
     with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
         sample = torch.ones(32 * 2**20, dtype=torch.uint8, device=device)  # enough for the full rate of a bus
-        buffer = host_memory(sample.numel(), device)
+        buffer = torch.from_numpy(host_memory(sample.numel(), device))
         for _ in range(4):  # the first also allocates
             began = time.perf_counter()
             copy = _sent(sample, buffer)
