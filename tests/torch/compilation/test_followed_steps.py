@@ -192,9 +192,9 @@ def script(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))])
-def test_steps_run_as_if_all_were_recorded(seed: int) -> None:
+def test_steps_run_as_if_all_were_recorded(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Their programs, peaks and warnings are those of a recorded loop."""
-    logging.getLogger("checkmate").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, logger="checkmate")
     steps = script(seed)
     followed, recorded = decisions(steps, follow=True), decisions(steps, follow=False)
     assert [(name, value, programs, said) for name, value, _, programs, said in followed] == [
