@@ -6,7 +6,8 @@ alone, but then schedules the recomputation as early as it likes (docs/decisions
 because XLA would store a value and its view as two buffers.
 
 XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time. There a recomputation also
-reads an operand behind a select, whose condition is always true and depends on the newest value.
+reads an operand behind a select, whose condition is always true and depends on the newest value, unless the user asked for the
+options that keep barriers.
 
 Fences change XLA's fusions, and therefore the rounding. In an exact program every op stands alone between barriers, and XLA
 compiles it to the same instructions in every plan (docs/decisions/0010).
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import removes_barriers, varying_axes
+from checkmate.jax._compat import merges_recomputations, varying_axes
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.graph.trace import result, trace_flat
 
@@ -35,7 +36,7 @@ class PlannedProgram:
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
-        self.capture, self._exact, self._selects = capture, exact, not exact and removes_barriers(jax.default_backend())
+        self.capture, self._exact, self._selects = capture, exact, not exact and merges_recomputations()
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)

@@ -31,7 +31,14 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import BARRIERS_TO_THE_END, as_varying, removes_barriers, varying_axes
+from checkmate.jax._compat import (
+    ASKED,
+    BARRIERS_TO_THE_END,
+    as_varying,
+    merges_recomputations,
+    removes_barriers,
+    varying_axes,
+)
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.profiler import environment, signature
@@ -39,7 +46,7 @@ from checkmate.jax.profiler import environment, signature
 _log = logging.getLogger("checkmate.jax")
 
 _told: set[str] = set()
-"""Backends whose options the user has asked for, or about which the user was warned."""
+"""Backends about which the user was warned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +116,7 @@ class Compilation:
         program = "\n".join(signature(chain) for chain in self.capture.members if chain)
         graph, exact = self.capture.graph.digest, " exact" * self.exact
         settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact} {self.axes or ''}"
+        settings += " selects" * merges_recomputations()
         return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()
 
     @functools.cached_property
@@ -126,7 +134,8 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        compiled = functools.partial(temp_bytes, donated=self.donated, options=_options() if self.exact else {})
+        options = {} if merges_recomputations() and not self.exact else None
+        compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
         if not self.axes:
             return compiled(lambda *arguments: program(arguments), specs_of(self.capture))
         # A separate thread is outside of the transformations around this call, which have these axes already.
@@ -258,7 +267,7 @@ def compiler_options() -> dict[str, str]:
 
     Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
     for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing. Plans that are
-    not exact need no options; with them, they often take fewer bytes.
+    not exact need no options. From this call on, plans are for programs compiled with the options, and take fewer bytes.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.
@@ -267,14 +276,14 @@ def compiler_options() -> dict[str, str]:
         >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
         True
     """
-    _told.add(jax.default_backend())
+    ASKED.add(jax.default_backend())
     return _options()
 
 
 def _warn_of_undone_fences() -> None:
     """Warn once if XLA undoes recomputations without `compiler_options`, and the user has not asked for these."""
     backend = jax.default_backend()
-    if backend in _told or not _options():
+    if backend in _told or not merges_recomputations():
         return
     _told.add(backend)
     _log.warning(

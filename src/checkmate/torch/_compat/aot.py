@@ -67,7 +67,7 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
 
 def save_any_number() -> None:
     """Let forwards in place of the compiled one save any tensors; PyTorch 2.14 lists which of the saved ones are inputs."""
-    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
     if hasattr(metadata, "saved_tensor_is_graph_input"):
         metadata.saved_tensor_is_graph_input = defaultdict(bool)  # of any number, and none is one, as before 2.14
 
