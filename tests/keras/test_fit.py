@@ -210,6 +210,22 @@ def test_a_train_step_of_the_model_is_planned(kind):
     both(make, history())
 
 
+def test_texts_are_planned_although_strings_have_no_sizes():
+    """Ops on strings lose the number of examples: what follows counts as for the batch, and a share is kept."""
+    texts = np.array([[f"word{i} and word{i % 7} there"] for i in range(64)])
+    words = layers.TextVectorization(200, output_sequence_length=32)
+    words.adapt(texts)
+    strings = keras.Input((1,), dtype="string")
+    h = layers.Embedding(200, 16)(words(strings))
+    for _ in range(2):
+        h = layers.Conv1D(16, 5, activation="relu")(h)
+    model = keras.Model(strings, layers.Dense(2, activation="softmax")(layers.GlobalMaxPooling1D()(h)))
+    compiled(model)
+    planned = fit_within(model, "70%", time_limit_s=2)
+    model.fit(tf.data.Dataset.from_tensor_slices((texts, np.arange(64) % 2)).batch(32), verbose=0, shuffle=False)
+    assert planned.results[0].overhead > 1
+
+
 @pytest.mark.slow
 def test_training_on_single_batches():
     """`train_on_batch` runs the same function."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -78,16 +78,25 @@ def static_shape_values(op: tf.Operation) -> list[np.ndarray] | None:
 def tensor_bytes(tensor: tf.Tensor) -> int:
     """Bytes of a tensor by its static shape.
 
-    A size that depends on data is taken to be the size of the producing op's largest input.
+    Ops on strings lose the number of examples: an unknown first dimension is taken to be that of the batch. Another size that
+    depends on data is taken to be the size of the producing op's largest input.
     """
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
-    count = tensor.shape.num_elements()
-    if count is not None:
+    shape = tensor.shape
+    if shape.rank and shape[0] is None:
+        shape = tf.TensorShape([_examples(tensor.graph), *shape[1:]])
+    if (count := shape.num_elements()) is not None:
         return count * tensor.dtype.size
     if tensor.op.type in _RESERVE:
         return 0
     return max((tensor_bytes(t) for t in tensor.op.inputs), default=0)
+
+
+def _examples(graph: Any) -> int | None:
+    """Number of examples in the batch of a traced step: the first dimension of its first input that has one."""
+    shapes = (t.shape.as_list() for t in graph.inputs if t.dtype != tf.resource and t.shape.rank)
+    return next((shape[0] for shape in shapes), None)
 
 
 def output_bytes(op: tf.Operation) -> int:
