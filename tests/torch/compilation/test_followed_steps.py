@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import statistics
 import time
 from typing import Any
 
@@ -59,7 +58,8 @@ def test_each_hundredth_step_is_recorded(recorded: list[bool]) -> None:
 def test_a_planned_step_takes_little_processor_time_beside_its_ops() -> None:
     """The goal is 1.1 of the time under ``aot_eager``; steps that were all recorded took 1.5.
 
-    Steps run in turn and the median of their ratios counts, of time of this thread: load on the machine changes it little.
+    Steps run in turn, and the least time of this thread counts of each: load changes it little. Collections, which take as long
+    as there are objects of other tests, are left out.
     """
     steps = []
     for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "100%", **QUICK}})):
@@ -77,8 +77,13 @@ def test_a_planned_step_takes_little_processor_time_beside_its_ops() -> None:
 
     for _ in range(6):
         times()
-    ratios = [ours / its for its, ours in (times() for _ in range(60))]
-    assert statistics.median(ratios) < 1.3
+    gc.collect()
+    gc.disable()
+    try:
+        its, ours = map(min, zip(*(times() for _ in range(60)), strict=True))
+    finally:
+        gc.enable()
+    assert ours < 1.3 * its
 
 
 class Loops:
