@@ -62,7 +62,7 @@ def test_without_fences_nothing_is_saved(planned, options):
     capture, plan = planned._planned.capture, planned.plan
     open_program = PlannedProgram(capture, plan)
     open_program._fences.clear()
-    open_program._selects = False
+    open_program.selects = False
     assert temp_bytes(lambda *a: open_program(a), specs_of(capture), options=options) > 1.1 * planned.temp_bytes
 
 

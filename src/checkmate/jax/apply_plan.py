@@ -16,7 +16,7 @@ compiles it to the same instructions in every plan (docs/decisions/0010).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class PlannedProgram:
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
-        self.capture, self._exact, self._selects = capture, exact, not exact and merges_recomputations()
+        self.capture, self._exact, self.selects = capture, exact, not exact and merges_recomputations()
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
@@ -69,39 +69,44 @@ class PlannedProgram:
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         seen, selected = set(self.order[:start]), set[int]()
+        newest = self._newest(values, reversed(self.order[:start])) if self.selects else None
         for p in range(start, stop):
             op = self.order[p]
             if p in self._fences:
                 values.update(behind_barriers(values, self._fences[p].values))
                 self._view_again(values, self._fences[p])
-            if self._selects and op in seen:
-                self._compute(values, op, selected, self._newest(values, p))
+            if newest is not None and op in seen:
+                self._compute(values, op, selected, values[newest])
                 selected.update(self.capture.outputs[op])
             else:
                 self._compute(values, op)
             seen.add(op)
+            if self.selects and (made := self._newest(values, (op,))) is not None:
+                newest = made
 
     def _compute(self, values: dict[int, Any], op: int, selected: Set[int] = frozenset(), newest: Any = None) -> None:
         """Compute an op. Given a value, every equation depends on this value, or on an input that does (`selected`)."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
-        dependent = set(selected)
+        dependent = set[int]()
         for equation in self.capture.members[op]:
-            if newest is not None and dependent.isdisjoint(equation.read):
-                # In `jax.shard_map` a value that is the same on all devices would vary after the select.
-                usable = [v for v in equation.read if varying_axes(newest) <= varying_axes(local[v])]
-                for v in sorted(usable, key=self.capture.trace.size_bytes)[:1]:
-                    local[v] = selected_by(newest, local[v])
-                    dependent.add(v)
-            if not dependent.isdisjoint(equation.read):
-                dependent.update(equation.outputs)
+            if newest is not None:
+                read = equation.read
+                if selected.isdisjoint(read) and dependent.isdisjoint(read):
+                    # In `jax.shard_map` a value that is the same on all devices would vary after the select.
+                    usable = [v for v in read if varying_axes(newest) <= varying_axes(local[v])]
+                    for v in sorted(usable, key=self.capture.trace.size_bytes)[:1]:
+                        local[v] = selected_by(newest, local[v])
+                        dependent.add(v)
+                if not (selected.isdisjoint(read) and dependent.isdisjoint(read)):
+                    dependent.update(equation.outputs)
             local.update(equation.computed(local))
         values.update({v: local[v] for v in self.capture.outputs[op]})
 
-    def _newest(self, values: Mapping[int, Any], position: int) -> Any:
-        """The newest floating-point value that was made before a position of the order; None if there is none."""
-        made = (v for op in reversed(self.order[:position]) for v in self.capture.outputs[op] if v in values)
-        return next((values[v] for v in made if values[v].size and jnp.issubdtype(values[v].dtype, jnp.floating)), None)
+    def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
+        """Number of the first floating-point value that is an output of some ops; None if there is none."""
+        made = (v for op in ops for v in self.capture.outputs[op] if v in values)
+        return next((v for v in made if values[v].size and jnp.issubdtype(values[v].dtype, jnp.floating)), None)
 
     def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
         for op in stored.views:

@@ -17,6 +17,7 @@ import numpy as np
 from checkmate.core.errors import GraphError
 
 _HOLE = object()
+_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class Arguments:
         """
         leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)))
         if trace_numbers:
-            leaves = [jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf for leaf in leaves]
+            leaves = [jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf for leaf in leaves]
         arrays = tuple(leaf for leaf in leaves if is_array(leaf))
         for array in arrays:
             if not all(isinstance(size, int) for size in array.shape):
@@ -45,11 +46,6 @@ class Arguments:
                     hint="plan for one size: pass arrays, or jax.ShapeDtypeStruct with numbers only",
                 )
         return cls(arrays, tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves), tree)
-
-    @property
-    def types(self) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape and type of each array."""
-        return [(array.shape, array.dtype) for array in self.arrays]
 
     @property
     def weak(self) -> tuple[bool, ...]:
@@ -84,6 +80,11 @@ class FlatFunction:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, a tracer, or the shape and type of one."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def has_numbers(arguments: Any) -> bool:
+    """Whether a nest has Python numbers among its leaves."""
+    return any(isinstance(leaf, _NUMBERS) and not is_array(leaf) for leaf in jax.tree.leaves(arguments))
 
 
 def _filled(rest: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

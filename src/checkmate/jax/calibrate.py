@@ -21,7 +21,7 @@ import numpy as np
 from checkmate.core.budget import Budget, fixed_bytes
 from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
-from checkmate.core.graph import Graph
+from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -134,7 +134,7 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        options = {} if merges_recomputations() and not self.exact else None
+        options = {} if program.selects else None
         compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
         if not self.axes:
             return compiled(lambda *arguments: program(arguments), specs_of(self.capture))
@@ -191,8 +191,11 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
     """The refusal, with a way to plan the body of a loop over layers if this loop needs more bytes than any other op."""
-    needs = [op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs}) for op in graph.ops]
-    largest = graph.ops[needs.index(max(needs))]
+
+    def needs(op: Op) -> int:
+        return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
+
+    largest = max(graph.ops, key=needs)
     if largest.kind != "scan":
         return error
     way = f"run the loop at {largest.source or largest.name}, whose body is one op here, by checkmate.jax.scan"

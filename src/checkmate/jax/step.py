@@ -19,7 +19,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.arguments import Arguments, FlatFunction, has_modules
+from checkmate.jax.arguments import Arguments, FlatFunction, has_modules, has_numbers
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.trace import Trace, trace_flat
@@ -55,17 +55,17 @@ class PlannedStep(Figures):
             OptionError: An argument has another structure, shape or type, or another value if it is neither array nor number.
         """
         arguments, planned = Arguments.of(positional, keywords, trace_numbers=True), self._arguments
-        if arguments.tree != planned.tree or arguments.types != planned.types:
+        if arguments.tree != planned.tree or _types(arguments.arrays) != _types(planned.arrays):
             raise OptionError("the step was planned for arguments of another structure, shape or type", hint=_ANOTHER)
-        pairs = zip(planned.rest, arguments.rest, strict=True)
-        for mine, theirs in ((mine, theirs) for mine, theirs in pairs if mine is not theirs and mine != theirs):
-            raise OptionError(f"the step was planned for the argument {mine!r}, and is called with {theirs!r}", hint=_ANOTHER)
+        for mine, theirs in zip(planned.rest, arguments.rest, strict=True):
+            if mine is not theirs and mine != theirs:
+                raise OptionError(f"the step was planned for the argument {mine!r}, and is called with {theirs!r}", hint=_ANOTHER)
         if arguments.weak not in self._weak:
             if _computed_types(self._step, arguments) != _computed_types(self._step, planned):
                 raise OptionError("the step was planned with a Python number in place of an array, or the reverse", hint=_ANOTHER)
             self._weak.add(arguments.weak)
         results = self._program(arguments.arrays)
-        if len(arguments.arrays) > len(Arguments.of(positional, keywords).arrays) and not any(map(is_tracer, results)):
+        if has_numbers((positional, keywords)) and not any(map(is_tracer, results)):
             # Outside of jax.jit the step returns a Python number for a Python number, such as the next value of a counter.
             results = [r.item() if r.aval.weak_type and not r.shape else r for r in results]
         return self._flat.results(results)

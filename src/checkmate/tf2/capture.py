@@ -58,18 +58,22 @@ class Capture:
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
     """The tensor whose buffer a tensor uses: itself, unless it is the output of a view."""
     while kinds[tensor.op.name] == "view":
-        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+        tensor = _viewed(tensor)
     return tensor
+
+
+def _viewed(view: tf.Tensor) -> tf.Tensor:
+    """The operand of a view whose buffer the view uses."""
+    return view.op.inputs[view.value_index if view.op.type == "IdentityN" else 0]
 
 
 def _behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
     """The tensor whose buffer a tensor uses, then the other operands of the views between, such as a computed shape."""
     yield base_tensor(tensor, kinds)
     while kinds[tensor.op.name] == "view":
-        several = tensor.op.type == "IdentityN"
-        for operand in () if several else tensor.op.inputs[1:]:
+        for operand in () if tensor.op.type == "IdentityN" else tensor.op.inputs[1:]:
             yield from _behind(operand, kinds)
-        tensor = tensor.op.inputs[tensor.value_index if several else 0]
+        tensor = _viewed(tensor)
 
 
 def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
