@@ -80,7 +80,8 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
             With ``"respected"`` the backward recomputes them and never holds them, and the planner decides on all other values.
             Values that selective checkpointing must save are computed once in both cases. ``"respected"`` is refused for a whole
             step, which has no boundary before the backward.
-        costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace.
+        costs: ``"measured"`` on the device, or ``"estimated"``: time by a roofline, and on a CPU the most workspace
+            that kernels of its kind take.
         chunking: Whether ops on large tensors may run piece by piece, for example the head of a language model with its loss: the
             tensors then never exist whole. ``"exact"`` allows regions that give the bits of the whole ops, tested on random data
             of their sizes on this device; they are searched if whole ops have no plan, or an overhead above 10 %. ``"auto"``

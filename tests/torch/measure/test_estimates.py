@@ -61,6 +61,40 @@ def test_convolutions(shape: tuple[int, int, int, bool], rows: int, dtype: torch
         assert measured(op, args) <= estimated(op, args)
 
 
+POINTWISE = [  # an op and its arguments; True for flags
+    (aten.native_dropout_backward.default, (torch.float32, True, 1.25)),
+    (aten.native_dropout_backward.default, (torch.bfloat16, True, 1.25)),
+    (aten.native_dropout_backward.default, (torch.float64, True, 1.25)),
+    (aten.sin.default, (torch.int64,)),
+    (aten.mul.Tensor, (torch.float32, torch.float64)),
+    (aten.add.Tensor, (torch.bfloat16, torch.float32)),
+    (aten.ge.Tensor, (torch.float32, torch.float64)),
+    (aten.abs.default, (torch.complex64,)),
+    (aten.isinf.default, (torch.complex64,)),
+    (aten.rad2deg.default, (torch.float32,)),
+    (aten.ldexp.Tensor, (torch.float32, torch.float32)),
+]
+
+
+@pytest.mark.parametrize(("op", "types"), POINTWISE)
+def test_pointwise_ops(op: Any, types: tuple[Any, ...]) -> None:
+    """Operands of other types than the common one are copied, and some kernels make a temporary tensor."""
+    args = tuple(a if isinstance(a, float) else torch.ones(32, 48, dtype=torch.bool if a is True else a) for a in types)
+    assert 0 < measured(op, args) <= estimated(op, args)
+
+
+def test_the_common_pointwise_op_has_no_workspace() -> None:
+    """A bound that counts too much would refuse budgets that hold."""
+    x, mask = torch.ones(32, 48), torch.ones(32, 48, dtype=torch.bool)
+    for op, args in (
+        (aten.mul.Tensor, (x, x)),
+        (aten.where.self, (mask, x, x)),
+        (aten.tanh.default, (x,)),
+        (aten.gt.Scalar, (x, 0)),
+    ):
+        assert estimated(op, args) <= 64
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"])
 def test_updates(kind: str, foreach: bool) -> None:

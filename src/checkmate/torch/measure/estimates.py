@@ -41,7 +41,7 @@ def estimated_workspace_bytes(node: fx.Node) -> int:
     if rule is not None:
         return rule(node, given, made) + scalars
     if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return scalars
+        return _casts(node, given, made) + scalars
     return max([sum(made), *given]) + _copies(node, given, made) + scalars
 
 
@@ -100,6 +100,27 @@ def _copies(node: fx.Node, given: list[int], made: list[int]) -> int:
     """Arguments that are not contiguous are copied."""
     values = {t for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
     return sum(concrete(t.numel()) * t.element_size() for t in values if not _is_contiguous(t))
+
+
+def _casts(node: fx.Node, given: list[int], made: list[int]) -> int:
+    """A pointwise kernel computes in one type: operands and results of other types are copied, but for results that are flags."""
+    results = [t for t in leaves(node.meta.get("val")) if t.dtype is not torch.bool]
+    values = [*{t for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}, *results]
+    sized = [t for t in values if t.dim()] or values
+    common = functools.reduce(torch.promote_types, (t.dtype for t in sized), torch.bool)
+    return sum(concrete(t.numel()) * common.itemsize for t in sized if t.dtype is not common)
+
+
+def _mask(node: fx.Node, given: list[int], made: list[int]) -> int:
+    """The kernel scales the mask, which is then as large as the gradient, in single precision at least."""
+    gradient = node.meta["val"]
+    scaled = 4 * concrete(gradient.numel())
+    return scaled + (0 if gradient.dtype is torch.float32 else max(made))
+
+
+def _of_several(node: fx.Node, given: list[int], made: list[int]) -> int:
+    """The kernel calls several pointwise kernels."""
+    return max([sum(made), *given]) + _casts(node, given, made)
 
 
 def _is_contiguous(value: torch.Tensor) -> bool:
@@ -163,6 +184,8 @@ def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
 _RULES: dict[Any, _Rule] = {
     UPDATE.overloadpacket: lambda node, given, made: 4 * max(given),  # loops make up to 3.4 tensors like the gradient
     **dict.fromkeys((aten.convolution, aten.convolution_backward), _convolution),
+    aten.native_dropout_backward: _mask,
+    **dict.fromkeys((aten.deg2rad, aten.rad2deg, aten.isinf, aten.ldexp, aten.mvlgamma), _of_several),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     **dict.fromkeys((aten.embedding, aten.embedding_dense_backward, aten.scatter, aten.scatter_add), _indices),
     **dict.fromkeys(
@@ -171,7 +194,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(
         (
             aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.nll_loss_forward,
-            aten.nll_loss_backward, aten.max_pool2d_with_indices,
+            aten.nll_loss_backward, aten.max_pool2d_with_indices, aten.gelu, aten.gelu_backward,
         ),
         _copies,
     ),
@@ -181,6 +204,7 @@ _RULES: dict[Any, _Rule] = {
             aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty, aten.new_zeros, aten.new_full,
             aten.scalar_tensor, aten.rand, aten.randn, aten.rand_like, aten.randn_like, aten.sum, aten.mean, aten.gather,
             aten.constant_pad_nd, aten.select_backward, aten.slice_backward, aten.tril, aten.triu, aten.softplus_backward,
+            aten.where, aten.masked_fill, aten.copy, aten.copy_,
         ),
         _nothing,
     ),

@@ -258,8 +258,8 @@ def capture(
         loss: As in `compile`.
         example: A batch.
         optimizer: Its state counts as resident, and in a whole step its updates are ops of the graph.
-        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
-            workspace.
+        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and counts the
+            most workspace that kernels of their kind take on a CPU.
         chunking: ``"auto"`` or ``"exact"`` for the graph whose regions run piece by piece if that lowers the smallest peak, for
             `min_budget`, `pareto` and reports. `compile` takes no plan of this graph: it chooses regions by the budget.
         device: A device that need not be present: a name (``"H100"``), a profile or the path of a file with one. The step is
