@@ -33,6 +33,7 @@ IMAGES, STATISTICS = r(4, 6, 8, 8), (r(6), r(6).abs() + 1)
 PLAIN, CAUSAL = _attention(None, False), _attention(None, True)
 MASKED, BROADCAST = _attention(r(2, 3, 5, 6), False), _attention(r(2, 1, 5, 6), False)
 FLAT = _attention(r(5, 6), False)
+SAMPLED = r(4, 5, 3, 2).tanh()
 POOLED, AT = aten.max_pool2d_with_indices.default(IMAGES, [2, 2], [2, 2])
 NORM = (r(6, 5, 4), [4], r(6, 5, 1), r(6, 5, 1).abs() + 1, r(4), r(4))
 GROUPS = aten.native_group_norm.default(IMAGES, r(6), r(6), 4, 6, 64, 3, 1e-5)
@@ -65,6 +66,11 @@ CALLS = [
     (aten.select_backward.default, (r(6, 4), [6, 5, 4], 1, 2)),
     (aten.select_backward.default, (r(5, 5), [5, 5, 5], -1, 2)),
     (aten.slice.Tensor, (X, 1, 1, 3)),
+    (aten.slice.Tensor, (r(6, 1, 4),)),
+    (aten.flip.default, (X, [0, -1])),
+    (aten.roll.default, (X, [2], [-1])),
+    (aten._fft_r2c.default, (X, [1, 2], 0, True)),
+    (aten.view_as_complex.default, (r(6, 5, 2),)),
     (aten.slice_backward.default, (r(6, 2, 4), [6, 5, 4], 1, 1, 3, 1)),
     (aten.split.Tensor, (X, 2, 1)),
     (aten.split_with_sizes.default, (X, [1, 4], 1)),
@@ -109,6 +115,8 @@ CALLS = [
      (r(4, 6, 8, 8), IMAGES, r(6), *STATISTICS, r(0), r(0), False, 1e-5, [True, True, True])),
     (aten.sum.default, (X,)),
     (aten.sum.dim_IntList, (X, [0, 1], True)),
+    (aten.nansum.default, (X, [0, -1])),
+    (aten.kthvalue.default, (X, 2, 0, True)),
     (aten.mean.dim, (X, [-1], True)),
     (aten.amax.default, (X, [1])),
     (aten.var_mean.correction, (X, [-1]), {"correction": 0}),
@@ -121,6 +129,8 @@ CALLS = [
     (aten.scatter.value, (X, 2, ids(4, 6, 5, 1), 1.0)),
     (aten.scatter_add.default, (X, 2, ids(4, 6, 5, 3), r(6, 5, 3))),
     (aten.index_select.default, (X, 1, ids(5, 3))),
+    (aten.index_add.default, (X, 1, ids(5, 3), r(6, 3, 4))),
+    (aten.scatter_reduce.two, (X, 2, ids(4, 6, 5, 3), r(6, 5, 3), "amax")),
     (aten.index.Tensor, (X, [None, ids(5, 3)])),
     (aten.index.Tensor, (X, [ids(6, 2, 3), None, ids(4, 3)])),
     (aten.index.Tensor, (IMAGES, [None, ids(6, 2, 3), ids(8, 1)])),
@@ -179,6 +189,12 @@ CALLS = [
     (aten._adaptive_avg_pool2d_backward.default, (r(4, 6, 2, 2), IMAGES)),
     (aten.max_pool2d_with_indices.default, (IMAGES, [2, 2], [2, 2])),
     (aten.max_pool2d_with_indices_backward.default, (POOLED, IMAGES, [2, 2], [2, 2], [0, 0], [1, 1], False, AT)),
+    (aten.adaptive_max_pool3d.default, (r(2, 3, 4, 4, 4), [2, 2, 2])),
+    (aten.max_unpool2d.default, (POOLED, AT, [8, 8])),
+    (aten.grid_sampler_2d.default, (IMAGES, SAMPLED, 0, 0, False)),
+    (aten.grid_sampler_2d_backward.default, (r(4, 6, 5, 3), IMAGES, SAMPLED, 0, 0, False, [True, True])),
+    (aten.upsample_nearest1d.default, (X, [8])),
+    (aten._upsample_bilinear2d_aa.default, (IMAGES, [4, 4], False)),
     (aten.upsample_nearest2d.default, (IMAGES, [16, 16])),
     (aten.upsample_nearest2d_backward.default, (r(4, 6, 16, 16), [16, 16], [4, 6, 8, 8])),
     (aten.upsample_bilinear2d.vec, (IMAGES, None, False, [2.0, 2.0])),

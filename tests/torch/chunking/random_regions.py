@@ -24,14 +24,13 @@ from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.aot import aot_autograd, default_partition, is_tangent
 from checkmate.torch._compat.dispatch import no_dispatch
-from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.bits import keeps_bits
 from checkmate.torch.chunking.choose import cuttable
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.regions import Region, closed, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import Split
+from checkmate.torch.chunking.rules.placements import Layout, Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.graph.op_properties import makes_views, op_properties

@@ -42,7 +42,7 @@ class _Calls(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.name}.{op.variant_test_name}")
 def test_pieces_of_an_op_of_the_database_make_the_whole(op: Any) -> None:
-    """A rule that torch's library claims and that does not hold would give wrong gradients."""
+    """A rule that does not hold for some arguments would give wrong gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = list(itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd), MOST))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
-from checkmate.torch._compat import sharding
 from checkmate.torch._compat.dispatch import FakeTensorMode
-from checkmate.torch.chunking.rules import lookup as rules
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Rule, Split
 from tests.torch.chunking.op_calls import CALLS, r
@@ -31,17 +28,6 @@ aten = torch.ops.aten
 
 def rules_of_call(op: Any, *args: Any, **kwargs: Any) -> tuple[Rule, ...]:
     return rules_of(node_of(op, args, kwargs, op(*args, **kwargs)))
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Nothing of torch's library is remembered, before or after."""
-    caches = (rules._rules, sharding._library, sharding._log_once)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[f"{i}-{call[0]}" for i, call in enumerate(CALLS)])
@@ -130,10 +116,22 @@ def test_attention_on_cuda_is_cut_along_examples_and_heads() -> None:
         assert {rule.outputs[0] for rule in grouped} == {ROWS}
         assert rules_of_call(aten._scaled_dot_product_flash_attention.default, q, q, q, 0.1, True) == ()
         out, logsumexp, cum_q, cum_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_flash_attention.default(q, q, q)
+        efficient = aten._scaled_dot_product_efficient_attention_backward.default
         for dropout_p in (0.0, 0.1):
-            args = (q, q, q, q, out, logsumexp, cum_q, cum_k, most_q, most_k, dropout_p, False, seed, offset)
-            found = rules_of_call(aten._scaled_dot_product_flash_attention_backward.default, *args)
-            assert bool(found) == (dropout_p == 0.0)
+            flash = (q, q, q, q, out, logsumexp, cum_q, cum_k, most_q, most_k, dropout_p, False, seed, offset)
+            cudnn = (q, q, q, q, out, logsumexp, seed, offset, None, None, None, most_q, most_k, dropout_p, False)
+            masked = (q, q, q, q, bias, out, logsumexp, seed, offset, dropout_p, [True, True, True, False])
+            for op, args in (
+                (aten._scaled_dot_product_flash_attention_backward.default, flash),
+                (aten._scaled_dot_product_cudnn_attention_backward.default, cudnn),
+                (efficient, masked),
+            ):
+                found = rules_of_call(op, *args)
+                assert {rule.outputs[:3] for rule in found} >= ({(ROWS,) * 3, (COLUMNS,) * 3} if dropout_p == 0.0 else set())
+                assert bool(found) == (dropout_p == 0.0)
+                for rule in found:
+                    run_in_pieces(op, args, {}, rule, op(*args), 2)
+        assert rules_of_call(efficient, *masked[:9], 0.0, [True] * 4) == ()  # the mask's gradient is a sum over its copies
 
 
 def test_what_cannot_run_in_pieces_has_no_rule() -> None:
@@ -164,16 +162,12 @@ def test_symbolic_sizes_have_no_rule_and_get_no_guard() -> None:
     assert len(relu.meta["val"].fake_mode.shape_env.guards) == guards
 
 
-def captured(
-    function: Callable[..., torch.Tensor], *args: Any, dynamic: bool = False, see: Callable[[fx.GraphModule], None] | None = None
-) -> list[fx.GraphModule]:
-    """Joint graphs of a function; ``see`` is called inside the compiling backend."""
+def captured(function: Callable[..., torch.Tensor], *args: Any, dynamic: bool = False) -> list[fx.GraphModule]:
+    """Joint graphs of a function."""
     found: list[fx.GraphModule] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         found.append(joint)
-        if see is not None:
-            see(joint)
         return default_partition(joint, inputs, **options)
 
     def keep(module: fx.GraphModule, _: Any) -> Any:
@@ -183,50 +177,6 @@ def captured(
     torch.compile(function, backend=backend, dynamic=dynamic)(*args)
     assert found
     return found
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_rules_are_found_inside_a_compiling_backend(caplog: pytest.LogCaptureFixture) -> None:
-    """There all new tensors are fake, and a mesh of fake tensors would silently cost most rules."""
-    inside: list[tuple[Rule, ...]] = []
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Softmax(-1), nn.Linear(8, 4))
-    (joint,) = captured(
-        lambda x: model(x).square().sum(),
-        torch.randn(5, 6),
-        see=lambda joint: inside.extend(map(rules_of, joint.graph.nodes)),
-    )
-    assert sharding._library.cache_info().misses == 1
-    rules._rules.cache_clear()
-    sharding._library.cache_clear()
-    assert inside == [rules_of(node) for node in joint.graph.nodes]
-    assert sum(map(bool, inside)) > 10
-    assert not [record for record in caplog.records if record.levelno > logging.DEBUG and "rule" in record.message]
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_another_torch_costs_rules_and_one_message(fails: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture) -> None:
-    """Private names of torch move; chunking of fewer ops is better than no plan."""
-    fails("torch.distributed.tensor.DeviceMesh.__init__", TypeError("another signature"))
-    assert rules_of_call(aten.mm.default, r(6, 5), r(5, 4)) == ()
-    assert rules_of_call(aten._softmax.default, r(6, 5), 1, False) == ()
-    assert rules_of_call(aten.embedding.default, r(6, 5), torch.arange(6)) != ()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_a_rule_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise a defect of a rule would be seen in nothing but smaller regions."""
-
-    def fails(*_: Any) -> None:
-        raise IndexError("out of range")
-
-    library = sharding._library()
-    assert library is not None
-    library._direct = {**library._direct, aten._softmax.default: fails}
-    library._strategies = {**library._strategies, aten._softmax.default: fails}
-    for shape in ((6, 5), (7, 5)):
-        assert rules_of_call(aten._softmax.default, r(*shape), 1, False) == ()
-    assert [record.message for record in caplog.records if "aten._softmax" in record.message] == [caplog.records[-1].message]
 
 
 NO_RULE = {
@@ -269,7 +219,7 @@ def _language_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize(
     "name", ["gpt2", "unet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "llama, eager", "bert", "cnn"))]
 )
-def test_ops_of_networks_have_rules(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ops_of_networks_have_rules(name: str) -> None:
     """A region ends where an op has no rule, so that one op without a rule in a layer costs the layer."""
     if name in ("unet", "cnn"):
         model, x = Labelled(Unet() if name == "unet" else Cnn()), torch.randn(4, 192)
@@ -281,7 +231,6 @@ def test_ops_of_networks_have_rules(name: str, caplog: pytest.LogCaptureFixture)
     large = [n for n in ops if math.prod(getattr(n.meta["val"], "shape", (2,))) > 1]
     assert {str(n.target) for n in large if not rules_of(n)} <= NO_RULE
     assert sum(bool(rules_of(n)) for n in large) > 0.95 * len(large)
-    assert not [record for record in caplog.records if "sharding rule" in record.message]
 
 
 lengths = st.integers(1, 4)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from checkmate.torch._compat.dispatch import FakeTensorMode
 from checkmate.torch.passes.channels_last import with_channels_last
 from tests.torch.networks import Unet, batch
 
@@ -65,9 +66,18 @@ class Watch(fx.Interpreter):
         return value
 
 
+def group_norm_is_traced_as_it_runs() -> bool:
+    x, norm = images(torch.channels_last), nn.GroupNorm(1, 3)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = norm(mode.from_tensor(x))
+    return traced.stride() == norm(x).stride()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_numbers_in_the_same_strides(name: str) -> None:
     """Every convolution reads its activations with channels last, and a caller sees nothing of it."""
+    if name == "unet" and not group_norm_is_traced_as_it_runs():
+        pytest.skip("PyTorch 2.14 traces a GroupNorm of channels last with other strides than its kernel returns")
     torch.manual_seed(0)
     gm, inputs = joint(MODELS[name], batch(4) if name == "unet" else images())
     before = str(gm.graph)

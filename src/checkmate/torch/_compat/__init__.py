@@ -1,6 +1,6 @@
 """Private names of torch, one module per subsystem of torch; nothing else in this package imports ``torch._*``.
 
-A release of torch that moves or changes one of them breaks here, and only here. Read and tested in torch 2.13.0; the
+A release of torch that moves or changes one of them breaks here, and only here. Read in torch 2.13.0, tested in 2.11 to 2.14; the
 declared minimum is in pyproject.toml.
 """
 

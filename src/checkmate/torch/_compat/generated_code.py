@@ -174,6 +174,7 @@ _WITHOUT_MEMORY = frozenset(
         "EnterDeviceContextManagerWithStreamInfoLine",
         "ExitDeviceContextManagerLine",
         "ExitDeviceContextManagerWithStreamInfoLine",
+        "GroupedAssertSizeStrideLine",
         "KernelCallLine",
         "KernelDefinitionLine",
         "LineContext",

@@ -32,10 +32,9 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.store import Store
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
-from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
 from checkmate.torch.chunking.regions import slices_of
-from checkmate.torch.chunking.rules.placements import Placement, Slices, Split, sliced
+from checkmate.torch.chunking.rules.placements import Layout, Placement, Slices, Split, sliced
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import makes_views

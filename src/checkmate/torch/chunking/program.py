@@ -23,12 +23,12 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
-from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
 from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.placements import (
     SUM,
     WHOLE,
+    Layout,
     Placement,
     Rule,
     Slices,

@@ -1,6 +1,5 @@
 """All ways to run one op piece by piece.
 
-The rules are DTensor's for sharding an op over devices, and our own if DTensor has none (`own_rules`).
 A rule says nothing about strides: a slice may not have the view that the whole tensor has. The code that writes
 pieces must therefore trace them first, and leave the op whole if that raises.
 """
@@ -9,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.sharding import Layout, LibraryPlacement, library_rules
-from checkmate.torch.chunking.rules.own_rules import OWN_RULES, OpCall, elementwise
-from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
+from checkmate.torch.chunking.rules.candidates import OpCall, candidates
+from checkmate.torch.chunking.rules.placements import SUM, Layout, Rule, Split
 from checkmate.torch.graph.op_properties import op_properties
 
 aten = torch.ops.aten
@@ -65,39 +62,16 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _thawed(value: Any) -> Any:
-    """A value of `OpCall` in the form of PyTorch's schemas: with lists again."""
-    return [_thawed(each) for each in value] if isinstance(value, tuple) else value
-
-
 @functools.lru_cache(maxsize=1 << 14)  # layers repeat: a graph of some 1,300 ops has some 150 distinct calls
 def _rules(call: OpCall) -> tuple[Rule, ...]:
-    if call.op in _EXCLUDED or all(out is None for out in call.outputs):
+    if all(out is None for out in call.outputs):
         return ()
     if call["dropout_p"]:  # a backward that draws the mask from a seed would draw another position's mask
         return ()
-    # Of a pointwise op torch's library of 2.11 does not cut what the first operand broadcasts.
-    own = OWN_RULES.get(call.op, elementwise if torch.Tag.pointwise in call.op.tags else None)
-    candidates = own(call) if own is not None else _from_library(call)
-    single = [rule for rule in dict.fromkeys(candidates) if _holds_for(rule, call)]
+    single = [rule for rule in dict.fromkeys(candidates(call)) if _holds_for(rule, call)]
     both = (_both(first, second) for first in single for second in single)
     found = dict.fromkeys([*single, *(rule for rule in both if rule is not None and _holds_for(rule, call))])
     return tuple(rule for rule in found if call.op not in _READS_STORAGE or _contiguous(rule, call))
-
-
-def _from_library(call: OpCall) -> Iterator[Rule]:
-    op, args, kwargs = _SAME_AS.get(call.op, call.op), tuple(map(_thawed, call.args)), {k: _thawed(v) for k, v in call.kwargs}
-    for placements in library_rules(op, args, kwargs, len(call.outputs)):
-        outputs, inputs = placements[: len(call.outputs)], placements[len(call.outputs) :]
-        if "sum" in inputs or None in inputs:
-            continue
-        pairs = zip(call.outputs, outputs, strict=False)
-        returned: list[Placement | None] = [None if value is None else _placement(p) for value, p in pairs]
-        yield Rule(tuple(returned), tuple(p for p in map(_placement, inputs) if p is not None))
-
-
-def _placement(given: LibraryPlacement) -> Placement | None:
-    return Split((given,)) if isinstance(given, int) else given
 
 
 def _holds_for(rule: Rule, call: OpCall) -> bool:
@@ -140,18 +114,6 @@ def _both(first: Rule, second: Rule) -> Rule | None:
             joined.append(one)
     return Rule(tuple(joined[: len(first.outputs)]), tuple(joined[len(first.outputs) :]))
 
-
-_SAME_AS: dict[object, OpOverload] = {aten._unsafe_index_put.default: aten.index_put.default}
-"""Ops without rules, to the ops that compute the same."""
-
-_EXCLUDED: frozenset[object] = frozenset(
-    {
-        aten.new_empty_strided.default,  # sizes and strides are arguments, and a rule says nothing about strides
-        aten.squeeze.default,  # it would remove the cut dimension too if a piece has one element along it
-        aten.linalg_solve_triangular.default,  # torch cuts the right side's batch and reads the matrix's batch whole
-    }
-)
-"""Ops for which torch's rule is wrong, with the reason; found by running every rule of every op (tests/torch/chunking)."""
 
 _READS_STORAGE: frozenset[object] = frozenset({aten.native_layer_norm_backward.default})
 """Ops whose kernel reads an input as if it were contiguous (torch 2.13.0): a strided slice gives wrong numbers."""

@@ -18,6 +18,25 @@ from checkmate.torch._compat.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides, type and device of a tensor, on which alone a rule may depend."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a traced tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this layout."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """A tensor is cut along dimensions: each piece of an op has one slice of it."""
 

@@ -1,4 +1,4 @@
-"""Rules of single ops that torch's library lacks, or that hold for shards on devices but not for slices in time.
+"""Rules of single ops, by name; the same in every release of torch.
 
 Each function of this module gives candidates: `checkmate.torch.chunking.rules.lookup` drops those that cut a dimension of one
 element or dimensions of different lengths, and adds the cuts of two neighbouring dimensions at once.
@@ -7,6 +7,7 @@ element or dimensions of different lengths, and adds the cuts of two neighbourin
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -14,8 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
+from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Layout, Placement, Rule, Split
 
 aten = torch.ops.aten
 
@@ -36,6 +36,11 @@ class OpCall:
             if argument.name == name:
                 return self.args[position] if position < len(self.args) else given.get(name, argument.default_value)
         return None
+
+    @property
+    def name(self) -> str:
+        """The name of the op without its overload, such as ``aten::sum``."""
+        return self.op._schema.name
 
     @property
     def inputs(self) -> list[tuple[str, Layout]]:
@@ -71,11 +76,19 @@ def _placement(given: Placement | int | None) -> Placement:
     return Split((given,)) if isinstance(given, int) else given
 
 
-OwnRules: TypeAlias = Callable[[OpCall], Iterator[Rule]]
+Candidates: TypeAlias = Callable[[OpCall], Iterator[Rule]]
 """From a call to candidates for its rules."""
 
 
-def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> OwnRules:
+def _named_dimensions(call: OpCall) -> set[int]:
+    """Dimensions of the first input that an argument names; all of them if there is none."""
+    rank = max(len(call.shapes[0]), 1)
+    given = call["dims"] if call["dim"] is None else call["dim"]
+    named = {d % rank for d in (given if isinstance(given, tuple) else (given,)) if d is not None}
+    return named or set(range(rank))
+
+
+def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> Candidates:
     """Rules of ops by which a dimension of all inputs becomes a dimension of all outputs; ``pairs`` gives both dimensions."""
 
     def rules(call: OpCall) -> Iterator[Rule]:
@@ -86,16 +99,22 @@ def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> OwnRule
     return rules
 
 
-def _but_last(count: int) -> OwnRules:
-    """Ops on the last dimensions, such as the pixels of images: those before can be cut."""
+def _but_last(count: int) -> Candidates:
+    """Ops on the last dimensions: those before can be cut."""
     return _dimensions(lambda call: ((d, d) for d in range(len(call.shapes[0]) - count)))
+
+
+def _pixels(call: OpCall) -> Iterator[Rule]:
+    """Ops on the pixels of images, whose name tells how many dimensions these have."""
+    (count,) = re.findall(r"([123])d", call.name)
+    return _but_last(int(count))(call)
 
 
 @_dimensions
 def _along(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Ops along one dimension; all other dimensions can be cut."""
-    rank = len(call.shapes[0])
-    return ((d, d) for d in range(rank) if d != call["dim"] % rank)
+    """Ops along some dimensions; all other dimensions can be cut, and all of them where a slice is the whole tensor."""
+    named = set[int]() if call.name == "aten::slice" and call.shapes[0] == call.shapes[1] else _named_dimensions(call)
+    return ((d, d) for d in range(len(call.shapes[0])) if d not in named)
 
 
 @_dimensions
@@ -114,15 +133,14 @@ def _permuted(call: OpCall) -> Iterator[tuple[int, int]]:
 @_dimensions
 def _squeezed(call: OpCall) -> Iterator[tuple[int, int]]:
     """Dimensions of one element vanish; longer dimensions that are named cannot be cut, as a piece may have one element."""
-    shape, given = call.shapes[0], call["dim"]
-    named = {d % len(shape) for d in (given if isinstance(given, tuple) else (given,))} if shape else set[int]()
+    shape, named = call.shapes[0], _named_dimensions(call)
     kept = [d for d in range(len(shape)) if not (d in named and shape[d] == 1)]
     return ((before, after) for after, before in enumerate(kept) if before not in named)
 
 
 @_dimensions
 def _added(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Ops whose result has one dimension more than the inputs; torch's rules know no cut of a stack (2.13.0)."""
+    """Ops whose result has one dimension more than the inputs."""
     rank = len(call.shapes[1])
     return ((before, after) for before, after in enumerate(d for d in range(rank) if d != call["dim"] % rank))
 
@@ -135,33 +153,62 @@ def _padded(call: OpCall) -> Iterator[tuple[int, int]]:
 
 
 @_dimensions
-def _removed(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Ops whose results lack dimensions of the input, and reductions whose terms cannot be added up.
+def _repeated(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Repeated tensors; dimensions that stay as they are can be cut."""
+    new = len(call.shapes[1]) - len(call.shapes[0])
+    return ((d, d + new) for d in range(len(call.shapes[0])) if call["repeats"][d + new] == 1)
 
-    Torch's rule for `logsumexp` forgets that the reduced dimensions may be kept, and takes one dimension for the next.
-    """
-    rank, given = len(call.shapes[0]), call["dim"]
-    gone = {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,)) if d is not None} or set(range(rank))
-    kept = [d for d in range(rank) if d not in gone]
+
+@_dimensions
+def _reduced(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Ops whose results lack dimensions of the input, or have one element along them."""
+    kept = [d for d in range(len(call.shapes[0])) if d not in _named_dimensions(call)]
     return ((before, before if call["keepdim"] else after) for after, before in enumerate(kept))
 
 
-def _index_select(call: OpCall) -> Iterator[Rule]:
+def _summed(call: OpCall) -> Iterator[Rule]:
+    """Sums: what is summed over can be cut into terms."""
+    yield from _reduced(call)
+    yield from (call.rule(SUM, self=d) for d in sorted(_named_dimensions(call)))
+
+
+def _product(call: OpCall) -> Iterator[Rule]:
+    """Products of matrices, with a tensor that is added or not: rows, columns, and examples; or terms if nothing is added."""
+    rank, added = len(call.shapes[1]), [tensor for _, tensor in call.inputs[:-2]]
+    for d in range(rank):
+        factors = _placement(None if d == rank - 1 else d), _placement(None if d == rank - 2 else d)
+        yield Rule((Split((d,)),), (*(_from_the_end(tensor, rank - d) for tensor in added), *factors))
+    if not added:
+        yield Rule((SUM,), (Split((rank - 1,)), Split((rank - 2,))))
+
+
+def _selected(call: OpCall) -> Iterator[Rule]:
     """Slices of the index select slices of the result; all other dimensions carry over."""
-    rank = len(call.shapes[0])
-    yield from (call.rule(d, index=0) if d == call["dim"] % rank else call.rule(d, self=d) for d in range(rank))
+    (dim,), gathers = _named_dimensions(call), call.name == "aten::gather"
+    others = (d for d in range(len(call.shapes[0])) if d != dim)
+    yield from (call.rule(d, self=d, index=d if gathers else None, source=d) for d in others)
+    if call["source"] is None:
+        yield call.rule(dim, index=dim if gathers else 0)
 
 
 def _indexed(call: OpCall) -> Iterator[Rule]:
-    """Dimensions that no index selects carry over; those of the indices take the place of what they select, or come first."""
+    """Dimensions that no index selects carry over; those of the indices take the place of what they select, or come first.
+
+    Values that are put there have the shape of what is selected, or are broadcast to it.
+    """
     at = [d for d, index in enumerate(call["indices"]) if index is not None]
     indices = [call["indices"][d] for d in at]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return  # how many elements a mask selects depends on data
     rank, first = max(len(index.shape) for index in indices), at[0] if at[-1] - at[0] < len(at) else 0
     kept = [d for d in range(len(call.shapes[0])) if d not in at]
-    yield from (call.rule(place + rank * (place >= first), self=d) for place, d in enumerate(kept))
-    for d in range(rank):
+    for place, d in enumerate(kept):
+        selected = place + rank * (place >= first)
+        if (values := call["values"]) is None:
+            yield call.rule(selected, self=d)
+        else:
+            yield call.rule(d, self=d, values=_from_the_end(values, len(kept) + rank - selected))
+    for d in range(rank) if call["values"] is None else ():
         yield Rule((Split((first + d,)),), (WHOLE, *(_from_the_end(index, rank - d) for index in indices)))
 
 
@@ -216,10 +263,7 @@ def _filled(call: OpCall) -> Iterator[Rule]:
 
 
 def _nll_loss(call: OpCall) -> Iterator[Rule]:
-    """The loss of rows, or its gradient, which is divided by an input.
-
-    Torch's rule for the mean claims an average of averages, which is wrong if targets are ignored.
-    """
+    """The loss of rows, or its gradient, which is divided by an input; there is no rule for a mean if targets may be ignored."""
     rank = len(call["self"].shape)
     for d in (0, *range(2, rank)) if rank > 1 else ():  # the classes are the second dimension, and a single row has none
         target = max(0, d - 1)
@@ -253,13 +297,15 @@ def _attention(call: OpCall) -> Iterator[Rule]:
 
 
 def _attention_on_cuda(call: OpCall) -> Iterator[Rule]:
-    """Attention of CUDA, forward: examples and heads.
-
-    Torch's rule returns no placement for the state of the random generator; without dropout no op reads the state.
-    """
-    for d in () if call["return_debug_mask"] else _examples_and_heads(call):
-        states: list[Placement] = [WHOLE] * (len(call.outputs) - 2)
-        yield call.rule(d, d, *states, query=d, key=d, value=d, attn_bias=_place_in_mask(call["attn_bias"], d))
+    """Attention of CUDA: examples and heads. The state of the random generator stays whole; without dropout no op reads it."""
+    backward = call["logsumexp"] is not None
+    if call["return_debug_mask"] or (backward and any(gradient is not None for gradient in call.outputs[3:])):
+        return  # the gradient of a mask is a sum over what the mask is broadcast to
+    outputs = 3 if backward else 2
+    others: list[Placement] = [WHOLE] * (len(call.outputs) - outputs)
+    for d in _examples_and_heads(call):
+        cut = dict.fromkeys(("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp"), d)
+        yield call.rule(*[d] * outputs, *others, **cut, attn_bias=_place_in_mask(call["attn_bias"], d))
 
 
 def _examples_and_heads(call: OpCall) -> list[int]:
@@ -272,7 +318,7 @@ def _place_in_mask(mask: Layout | None, d: int) -> Placement:
 
 
 def _convolution(call: OpCall) -> Iterator[Rule]:
-    """Examples, and channels if all are connected or each is alone; torch cuts along pixels, with their neighbours."""
+    """Examples, and channels if all are connected or each is alone."""
     if len(call["input"].shape) != len(call["weight"].shape):
         return
     outgoing, incoming = (1, 0) if call["transposed"] else (0, 1)
@@ -334,66 +380,58 @@ def _batch_norm(call: OpCall) -> Iterator[Rule]:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
 
 
-_TABLE: Final[tuple[tuple[OwnRules, tuple[OpOverload, ...]], ...]] = (
-    (_view, (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default,
-             aten.unsqueeze.default)),
-    (_expanded, (aten.expand.default,)),
-    (_permuted, (aten.permute.default, aten.transpose.int, aten.t.default)),
-    (_squeezed, (aten.squeeze.dim, aten.squeeze.dims)),
-    (_padded, (aten.constant_pad_nd.default,)),
-    (_removed, (aten.unbind.int, aten.logsumexp.default, aten.var_mean.correction)),
-    (_index_select, (aten.index_select.default,)),
-    (_indexed, (aten.index.Tensor, aten._unsafe_index.Tensor)),
-    (_added, (aten.select_backward.default, aten.stack.default)),
-    # For cumulative sums, torch's rules take a negative dimension for another dimension.
-    (_along, (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
-              aten.glu.default, aten.glu_backward.default, aten.scatter.value)),
+_TABLE: Final[tuple[tuple[Candidates, str], ...]] = (
+    (_view, "view _unsafe_view reshape alias detach unsqueeze"),
+    (_expanded, "expand"),
+    (_permuted, "permute transpose t"),
+    (_squeezed, "squeeze"),
+    (_padded, "constant_pad_nd"),
+    (_repeated, "repeat"),
+    (_added, "select_backward stack"),
+    (_summed, "sum nansum"),
+    (_reduced, "select unbind mean amax amin max min argmax argmin any all prod median nanmedian mode kthvalue logsumexp var std "
+               "var_mean linalg_vector_norm"),
+    (_along, "cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _softmax_backward_data _log_softmax "
+             "_log_softmax_backward_data _safe_softmax glu glu_backward cat split split_with_sizes slice slice_backward "
+             "slice_scatter flip roll scatter scatter_add scatter_reduce _fft_c2c _fft_c2r _fft_r2c"),
+    (_selected, "index_select gather index_add"),
+    (_indexed, "index _unsafe_index index_put _unsafe_index_put"),
+    (_product, "mm bmm addmm baddbmm"),
     # Not marked as pointwise in torch.
-    (elementwise, (aten.leaky_relu.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default,
-                    aten.elu_backward.default,
-                    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
-                    aten.softplus_backward.default, aten.mish_backward.default, aten.log_sigmoid_forward.default,
-                    aten.log_sigmoid_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default,
-                    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.copy.default,
-                    aten.masked_fill.Tensor, aten.floor_divide.default, aten.rsub.Tensor, aten.fill.Scalar, aten.fill.Tensor)),
-    (_loss, (aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
-             aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
-             aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default, aten.binary_cross_entropy.default,
-             aten.binary_cross_entropy_backward.default, aten.binary_cross_entropy_with_logits.default)),
-    (_filled, (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)),
-    (_but_last(1), (aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
-                    aten.replication_pad1d_backward.default, aten.upsample_linear1d.vec, aten.upsample_nearest1d.vec,
-                    aten.view_as_real.default)),
-    (_but_last(2), (aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices.default,
-                    aten.max_pool2d_with_indices_backward.default, aten._adaptive_avg_pool2d.default,
-                    aten._adaptive_avg_pool2d_backward.default, aten.adaptive_max_pool2d.default,
-                    aten.adaptive_max_pool2d_backward.default, aten.upsample_nearest2d.default,
-                    aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d.default,
-                    aten.upsample_bilinear2d_backward.default,
-                    aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default, aten.replication_pad2d.default,
-                    aten.replication_pad2d_backward.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,
-                    aten.upsample_bicubic2d.vec, aten.tril.default, aten.triu.default)),
-    (_but_last(3), (aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten.max_pool3d_with_indices.default,
-                    aten.max_pool3d_with_indices_backward.default,
-                    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.upsample_nearest3d.vec,
-                    aten.upsample_trilinear3d.vec)),
-    (_nll_loss, (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, aten.nll_loss_backward.default,
-                 aten.nll_loss2d_backward.default)),
-    (_embedding, (aten.embedding.default, aten.embedding_dense_backward.default)),
-    (_attention, (aten._scaled_dot_product_flash_attention_for_cpu.default,
-                  aten._scaled_dot_product_flash_attention_for_cpu_backward.default)),
-    (_attention_on_cuda, (aten._scaled_dot_product_flash_attention.default,
-                          aten._scaled_dot_product_efficient_attention.default,
-                          aten._scaled_dot_product_cudnn_attention.default)),
-    (_convolution, (aten.convolution.default,)),
-    (_convolution_backward, (aten.convolution_backward.default,)),
-    (_group_norm, (aten.native_group_norm.default, aten.native_group_norm_backward.default)),
-    (_layer_norm, (aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
-                   aten._fused_rms_norm_backward.default)),
-    (_batch_norm, (aten.native_batch_norm.default, aten._native_batch_norm_legit_no_training.default,
-                   aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats,
-                   aten.native_batch_norm_backward.default)),
+    (elementwise, "_to_copy _conj copy zeros_like ones_like full_like empty_like fill masked_fill floor_divide rsub leaky_relu "
+                  "leaky_relu_backward hardtanh_backward elu_backward hardsigmoid_backward hardswish hardswish_backward "
+                  "softplus_backward mish_backward log_sigmoid_forward log_sigmoid_backward hardshrink_backward "
+                  "softshrink_backward _prelu_kernel _prelu_kernel_backward"),
+    (_loss, "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward soft_margin_loss "
+            "soft_margin_loss_backward binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits"),
+    (_filled, "new_zeros new_ones new_full new_empty"),
+    (_but_last(1), "view_as_real view_as_complex"),
+    (_but_last(2), "tril triu"),
+    (_but_last(3), "pixel_shuffle pixel_unshuffle"),
+    (_dimensions(lambda _: ((0, 0),)), "grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward"),
+    (_nll_loss, "nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward"),
+    (_embedding, "embedding embedding_dense_backward"),
+    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
+    (_attention_on_cuda, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+                         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
+                         "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"),
+    (_convolution, "convolution"),
+    (_convolution_backward, "convolution_backward"),
+    (_group_norm, "native_group_norm native_group_norm_backward"),
+    (_layer_norm, "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
+    (_batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
+                  "_native_batch_norm_legit_functional native_batch_norm_backward"),
 )  # fmt: skip
 
-OWN_RULES: Final[dict[OpOverload, OwnRules]] = {op: rules for rules, ops in _TABLE for op in ops}
-"""Op to the function that computes its rules; torch's library is not asked for these ops."""
+_RULES: Final = {f"aten::{name}": candidates for candidates, names in _TABLE for name in names.split()}
+
+_OF_PIXELS: Final = re.compile(r"aten::_?((adaptive_)?(avg|max)_(un)?pool|(reflection|replication)_pad|upsample_[a-z_]*)[123]d.*")
+
+
+def candidates(call: OpCall) -> Iterable[Rule]:
+    """Ways to run an op piece by piece, among them some that do not hold for the shapes of its tensors; none if unknown."""
+    if torch.Tag.pointwise in call.op.tags:
+        return elementwise(call)
+    if _OF_PIXELS.fullmatch(call.name):
+        return _pixels(call)
+    return _RULES[call.name](call) if call.name in _RULES else ()
