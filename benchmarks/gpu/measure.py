@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def software() -> dict[str, str]:
     import checkmate
 
     try:
-        return versions("torch")
+        return versions("torch", "transformers")
     except Exception:  # noqa: BLE001 - run from the folder, without installation
         return {"python": platform.python_version(), "torch": torch.__version__, "checkmate-remat": checkmate.__version__}
 
@@ -62,13 +61,20 @@ def settle() -> None:
 
 
 def peaks(
-    step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str, *, emptied: bool = True
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    batch: Iterable[torch.Tensor],
+    device: str,
+    *,
+    emptied: bool = True,
+    record: str | None = None,
 ) -> dict[str, int]:
     """Peak of the next step with everything that is allocated, and what the allocator reserves; gradients are freed before.
 
     ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
 
-    With ``emptied`` segments that nothing uses are given back before; not where they were reserved on purpose.
+    With ``emptied`` segments that nothing uses are given back before; not where they were reserved on purpose. A history of the
+    two steps is written to ``record``.
     """
     model.zero_grad(set_to_none=True)
     if device != "cuda":
@@ -80,12 +86,13 @@ def peaks(
     torch.cuda.synchronize()
     if emptied:
         torch.cuda.empty_cache()
-    step()
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
+    with contextlib.nullcontext() if record is None else history(f"{record}.history.pickle"):
+        step()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     return {
         "allocated_bytes": stats["allocated_bytes.all.peak"],
@@ -126,7 +133,8 @@ def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dic
         step()
         give_back()
     by_name: dict[str, float] = {}
-    events = [e for e in found.events() or () if e.device_type.name == device.upper()]
+    # What a user names, as `Optimizer.step` does, is an event of the device too, as long as all kernels in it.
+    events = [e for e in found.events() or () if e.device_type.name == device.upper() and not e.is_user_annotation]
     for event in events:
         took_s = (event.time_range.elapsed_us() if device == "cuda" else event.self_cpu_time_total) / 1e6
         by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + took_s
@@ -135,14 +143,14 @@ def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dic
     return {"kernels_s": sum(by_name.values()), "kernels": len(events), "longest": longest}
 
 
-@contextmanager
-def history(path: Path, *, on: bool) -> Iterator[None]:
-    """Write what the allocator of a GPU does meanwhile, which can be replayed elsewhere."""
-    if on:
-        torch.cuda.memory._record_memory_history(max_entries=300_000)
-    yield
-    if on:
-        torch.cuda.memory._dump_snapshot(str(path))
+@contextlib.contextmanager
+def history(path: str) -> Iterator[None]:
+    """Write what the allocator of a GPU does meanwhile, to be replayed elsewhere; without stacks, which would take minutes."""
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(path)
+    finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -150,6 +158,16 @@ def segments(device: str) -> dict[str, int]:
     """The largest segment of the allocator: with an arena, at least its size."""
     found = torch.cuda.memory_snapshot() if device == "cuda" else []
     return {"largest_segment_bytes": max((segment["total_size"] for segment in found), default=0)}
+
+
+def fingerprint(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A number that tells a tensor from others by any bit, made where it lies: the host would hash for seconds."""
+    if tensor is None:
+        return None
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = tensor.detach().contiguous().reshape(-1).view(kinds[tensor.element_size()]).long()
+    places = torch.arange(words.numel(), device=words.device) * 0x9E3779B97F4A7C1 + 1
+    return (words * ((places ^ (places >> 29)) | 1)).sum()  # odd factors: no change of one word is lost
 
 
 def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
@@ -161,7 +179,8 @@ def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    found = digest(loss, *model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *states)
+    parameters = list(model.parameters())
+    found = digest(*map(fingerprint, (loss, *parameters, *(p.grad for p in parameters), *model.buffers(), *states)))
     with torch.no_grad():
         for buffer, old in zip(model.buffers(), before, strict=True):
             buffer.copy_(old)
