@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.studies.lifetimes import replays, storage_lifetimes
-
-_GRANULE: Final = 2 << 20
-"""Sizes of tried arenas, like those of large segments, are multiples of this."""
 
 
 class AllocatorPeaks(NamedTuple):
@@ -84,15 +81,16 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     best = Arena(0, alone.reserved_bytes)
     if start.expandable:
         return best
+    unit = 2 << 20  # of the size of a large segment
     # A larger arena is not always large enough if a smaller one is, but nearly always.
-    low, high = -(-(alone.allocated_bytes - before) // _GRANULE), (alone.reserved_bytes - before) // _GRANULE
+    low, high = -(-(alone.allocated_bytes - before) // unit), (alone.reserved_bytes - before) // unit
     for _ in range(8):
         if low >= high:
             break
         middle = max(1, (low + high) // 2)
-        reserved = _replayed(sequence, start, middle * _GRANULE).reserved_bytes
+        reserved = _replayed(sequence, start, middle * unit).reserved_bytes
         if reserved < best.reserved_bytes:
-            best, high = Arena(middle * _GRANULE, reserved), middle
+            best, high = Arena(middle * unit, reserved), middle
         else:
             low = middle + 1
     return best
@@ -127,9 +125,10 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
 
 def _resident(graph: Graph, resident: Resident) -> CachingAllocator:
     """The allocator that holds the resident bytes of a graph."""
-    held, sizes = (resident, ()) if isinstance(resident, CachingAllocator) else (CachingAllocator(), tuple(resident))
-    allocator = copy.deepcopy(held)
-    for size in (*sizes, graph.resident_bytes - held.in_use - sum(sizes)):
+    allocator, sizes = (
+        (copy.deepcopy(resident), ()) if isinstance(resident, CachingAllocator) else (CachingAllocator(), tuple(resident))
+    )
+    for size in (*sizes, graph.resident_bytes - allocator.in_use - sum(sizes)):
         if size > 0:
             allocator.allocate(size)
     return allocator
