@@ -118,6 +118,31 @@ def test_costs_measured_there_are_those_of_plans_made_here(pack, rehearsed, tmp_
     assert orders[0] != orders[1]
 
 
+def test_models_are_built_once_and_copied_to_a_device(pack):
+    """A GPU waits for none of them: random numbers repeat, and a copy has blocks and batch of its own."""
+    torch, cases = importlib.import_module("torch"), importlib.import_module("cases")
+    one, two = (cases.build("gpt2", "meta", True) for _ in range(2))
+    assert cases.built.cache_info().hits
+    assert {t.device.type for t in (*one.model.parameters(), *one.batch.values())} == {"meta"}
+    assert set(one.blocks) <= set(one.model.modules())
+    assert not set(one.model.modules()) & set(two.model.modules())
+    with cases.RepeatedNumbers():
+        numbers = torch.empty(3, 1 << 19).normal_(2.0, 0.5)
+    assert torch.equal(numbers[0], numbers[2])
+    assert not torch.equal(numbers[0], numbers[1])
+    assert abs(numbers.mean() - 2) < 0.01
+
+
+def test_any_bit_and_any_order_has_another_fingerprint(pack):
+    """Of numbers, their signs and their places; equal tensors have the same."""
+    torch, measure = importlib.import_module("torch"), importlib.import_module("measure")
+    plain = torch.arange(7, dtype=torch.bfloat16)
+    others = [plain.flip(0), plain * torch.tensor([-1.0, *[1.0] * 6]), plain + torch.tensor([0.0] * 6 + [2**-5]), plain[:6]]
+    found = {int(measure.fingerprint(t)) for t in (plain, plain.clone(), *(o.bfloat16() for o in others))}
+    assert len(found) == 5
+    assert measure.fingerprint(None) is None
+
+
 def test_a_history_is_recorded_of_a_gpu_and_replayed(pack, seeming, tmp_path, capsys):
     """Of the two steps of a peak, without stacks; the device is one that only counts."""
     torch, measure = importlib.import_module("torch"), importlib.import_module("measure")

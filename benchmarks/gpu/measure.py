@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -12,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from fresh import digest, hardware, versions
+from fresh import digest, hardware
 
+import checkmate
 from checkmate.torch import measure_peak
 
 
@@ -42,12 +44,8 @@ def machine(device: str) -> dict[str, Any]:
 
 def software() -> dict[str, str]:
     """Versions; Checkmate's own is that of the source tree, which need not be installed."""
-    import checkmate
-
-    try:
-        return versions("torch", "transformers")
-    except Exception:  # noqa: BLE001 - run from the folder, without installation
-        return {"python": platform.python_version(), "torch": torch.__version__, "checkmate-remat": checkmate.__version__}
+    others = {name: importlib.metadata.version(name) for name in ("transformers", "numpy", "highspy")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **others, "checkmate-remat": checkmate.__version__}
 
 
 def settle() -> None:
@@ -103,24 +101,22 @@ def peaks(
 
 def times(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> dict[str, float]:
     """Seconds of some steps, by events on a GPU, else by the clock; and of the processor."""
-    took: list[float] = []
-    busy = time.process_time()
+    took, busy = list[float](), list[float]()
     for _ in range(rounds):
         model.zero_grad(set_to_none=True)
         if device == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the processor is busy while it waits: that does not count
             begin.record()
-            step()
+        began = time.perf_counter(), time.process_time()
+        step()
+        busy.append(time.process_time() - began[1])
+        took.append(time.perf_counter() - began[0])
+        if device == "cuda":
             end.record()
             end.synchronize()
-            took.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            step()
-            took.append(time.perf_counter() - began)
-    busy_s = (time.process_time() - busy) / rounds
-    return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": busy_s}
+            took[-1] = begin.elapsed_time(end) / 1e3
+    return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": min(busy)}
 
 
 def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dict[str, Any]:
@@ -152,12 +148,6 @@ def history(path: str) -> Iterator[None]:
         torch.cuda.memory._dump_snapshot(path)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def segments(device: str) -> dict[str, int]:
-    """The largest segment of the allocator: with an arena, at least its size."""
-    found = torch.cuda.memory_snapshot() if device == "cuda" else []
-    return {"largest_segment_bytes": max((segment["total_size"] for segment in found), default=0)}
 
 
 def fingerprint(tensor: torch.Tensor | None) -> torch.Tensor | None:
