@@ -82,7 +82,7 @@ class Setting:
             BUFFERS.peak_bytes = 0
             try:
                 run, step = make(case)
-                planned = {} if step is None else figures(step, counted_by(kind, self.device), case)
+                planned = {} if step is None else figures(step, kind, self.device, case)
                 record = f"{self.out / name}.{kind}" if label in RECORDED else None
                 if record is not None:
                     files.write(step.graph, f"{record}.graph.json")
@@ -106,9 +106,9 @@ class Setting:
         case.model.zero_grad(set_to_none=True)
         step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
         hashes = {"peaks": ("bits", "bits_again"), "reserved": ("bits", "bits_again"), "offload": ("bits",)}.get(kind, ())
-        row: dict[str, Any] = {name: measure.bits(step, case.model) for name in hashes}
-        row |= measure.peaks(step, case.model, case.batch.values(), self.device, emptied=emptied, record=record)
-        return row | measure.times(step, case.model, self.device, 2 if self.tiny else 10)
+        row: dict[str, Any] = measure.peaks(step, case.model, case.batch.values(), self.device, emptied=emptied, record=record)
+        row |= measure.times(step, case.model, self.device, 2 if self.tiny else 10)
+        return row | {name: measure.bits(step, case.model) for name in hashes}  # at last, since it takes memory of the device
 
     def plan(self, name: str, label: str, graph: Graph) -> Plan:
         """The carried plan if it can run a graph, or a plan that is made now."""
@@ -127,12 +127,13 @@ def for_structure(plan: Plan, graph: Graph) -> Plan:
     return msgspec.structs.replace(plan, graph_digest=f"{graph.digest}+{graph.structure}")
 
 
-def figures(step: Any, counted: Counted | None, case: Case) -> dict[str, Any]:
-    """What is planned of a step."""
+def figures(step: Any, kind: str, device: str, case: Case) -> dict[str, Any]:
+    """What is planned of a step. To count reserved memory here would return the memory that is reserved for the step."""
+    counted = None if kind == "reserved" else counted_by(kind, device)
     sizes = storage_sizes([*case.model.parameters(), *case.model.buffers(), *case.batch.values()])
     timeline = checkmate.simulate(step.graph, step.plan)
     return {
-        "planned_bytes": counted_bytes(step.graph, step.result, counted),
+        "planned_bytes": step.result.budget_bytes if kind == "reserved" else counted_bytes(step.graph, step.result, counted),
         "predicted_reserved_bytes": allocator_peaks(step.graph, step.plan, sizes).reserved_bytes,
         "planned_host_bytes": timeline.host_peak_bytes,
         "copies": sum(copy.direction == "out" for copy in timeline.copies),

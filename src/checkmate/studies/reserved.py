@@ -38,15 +38,9 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_
     It keeps every segment while the device has room. Only when an allocation fails does it release unused segments and try again,
     so a plan may run in fewer bytes. Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
 
-    Args:
-        graph: The graph.
-        plan: The plan.
-        resident: Sizes in bytes of resident tensors, in the order of their allocation, or an allocator that holds them; it is
-            not changed. The rest of the graph's resident bytes counts as one more.
-        arena_bytes: Size of a block that is allocated and freed before the first step; 0 for none.
-
-    Raises:
-        PlanError: The plan cannot be run.
+    ``resident`` has the sizes of resident tensors, in the order of their allocation, or is an allocator that holds them, which is
+    not changed. The rest of the graph's resident bytes counts as one more. A block of ``arena_bytes`` is allocated and freed
+    before the first step.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])
@@ -63,13 +57,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     All large requests of a plan are known before it runs, and come in the same order in every step. Blocks cut from one segment
     by best fit leave fewer bytes unused than a segment for each request.
 
-    Args:
-        graph: The graph.
-        plan: The plan.
-        resident: Resident tensors; see `allocator_peaks`.
-
-    Returns:
-        The arena. It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
+    It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])

@@ -48,8 +48,7 @@ class EmulatedDevice:
     def lower(self, gm: fx.GraphModule) -> None:
         """Replace ops in a Dynamo graph, in place, if the device's op saves other tensors than the CPU's.
 
-        Raises:
-            OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing in a trace on the CPU.
+        Raises `OptionError` if part of the step is under ``torch.autocast("cuda")``, which does nothing in a trace on the CPU.
         """
         if self.device.kind != "cuda":
             return

@@ -66,11 +66,9 @@ class CalibratedSearch:
         self.trials: list[Trial[CompiledPlan]] = []  # in the order in which they were compiled
         self.budget_bytes, self.limit_bytes = 0, sys.maxsize  # the limit is above the resident bytes
         self._compilation = compilation
-        self._options = compilation.options.planning
-        self._ranks = compilation.ranks
+        self._options, self._ranks = compilation.options.planning, compilation.ranks
         self._leads = self._ranks is None or self._ranks.rank == 0
-        self._fingerprint = compiler_fingerprint
-        self._digest = ""  # of the captured graph
+        self._fingerprint, self._digest = compiler_fingerprint, ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._share: StepAllotment | None = None  # the allotment whose order is compiled
         self._order: tuple[int, ...] = ()  # of the next plan to compile, or of the newest compiled one
@@ -174,8 +172,7 @@ class CalibratedSearch:
     ) -> int | None:
         """Index of the cheapest compilation whose measured memory keeps the budget; None if none does.
 
-        The code of a new compilation may tell its counted memory. Others are made if another plan is worth it, and any
-        compilation can be measured by its index, which also tells the cost of its code. Without a budget nothing is measured.
+        The code of a compilation may tell its counted memory, and ``cost_of`` its cost. Without a budget nothing is measured.
         """
         self._cost_of = cost_of
         while True:
@@ -238,10 +235,7 @@ class CalibratedSearch:
         return True
 
     def _next_partition(self) -> bool:
-        """Whether the code of another partition of PyTorch is worth generating; if so, `plan` returns it from now on.
-
-        The first that fits is the cheapest one, and the code of the others is no cheaper than that of the one before.
-        """
+        """Whether the code of another partition of PyTorch is worth generating: the first that fits is the cheapest one."""
         tried = [t for t in self.trials if t.outcome.partition]
         if self._partitions is None or any(t.outcome.cost is None for t in self.trials) or any(map(self._fits, tried)):
             return False
@@ -336,11 +330,7 @@ class CalibratedSearch:
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
 
     def _corrected(self, predicted_bytes: int) -> int:
-        """A predicted peak, corrected by the memory of the trials so far.
-
-        One trial tells the memory that the compiler adds to any plan. This memory need not shrink with the plan: two trials tell
-        by how much a step shrinks for each predicted byte.
-        """
+        """A predicted peak, corrected: a trial tells what the compiler adds, and two tell how much of a byte less is left."""
         known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self._own]
         if not known:
             return predicted_bytes

@@ -86,8 +86,7 @@ _RESERVED: dict[tuple[int | None, bool], _Reserved] = {}
 class ReservedMemory:
     """Memory that the CUDA allocator holds while a plan runs, if one block, the arena, was reserved for the plan before.
 
-    A call predicts the bytes. Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither
-    pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
+    Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither pool nor arena.
     """
 
     def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
@@ -163,10 +162,9 @@ class ReservedMemory:
 def warm_up(device: torch.device | None) -> None:
     """Have the matrix library of a CUDA device allocate its workspaces, and thereby count them as resident bytes.
 
-    cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, and PyTorch has a handle for each thread
-    (aten/src/ATen/cuda/CublasHandlePool.cpp): one for the thread of the forward, one for the thread of autograd's backward. The
-    caching allocator allocates a workspace at the first product. If that product is in a planned step, the plan does not include
-    the workspace. One product in each thread, by both libraries, for the dtypes of training.
+    cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, from the first product on, and PyTorch has a
+    handle for each thread (aten/src/ATen/cuda/CublasHandlePool.cpp). This is one product in the thread of the forward and one in
+    that of the backward, by both libraries, for the dtypes of training.
     """
     if device is None:
         return

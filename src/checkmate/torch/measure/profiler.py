@@ -58,9 +58,8 @@ _OF_SLICE: dict[str, int] = {}
 class Profiler:
     """Costs of FX nodes, measured or read from a store.
 
-    Args:
-        store: Store of measured costs; the user's cost cache by default.
-        inputs: Functions that return the inputs of the graph without keeping them alive.
+    The store is the user's cost cache by default. ``inputs`` are functions that return the inputs of the graph without keeping
+    them alive.
     """
 
     def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:

@@ -30,13 +30,10 @@ from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 
 
 class HostBuffers:
-    """One buffer on the host for each device, with the bytes of the copies in it now and their maximum so far.
-
-    All plans share it, for no copy outlives its step, and one step runs at a time.
-    """
+    """One buffer on the host for each device, for all plans: no copy outlives its step, and one step runs at a time."""
 
     def __init__(self) -> None:
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0  # of the copies now, and at most so far
         self.whole: dict[torch.device, npt.NDArray[np.uint8]] = {}  # no tensors, which would count as resident memory of a CPU
         self._running = threading.Lock()
 
