@@ -111,11 +111,12 @@ def test_costs_measured_there_are_those_of_plans_made_here(pack, rehearsed, tmp_
     graph = checkmate.torch.capture(case.model, example=case.batch, device=profile)
     assert graph.cost == pytest.approx(1e9 * found["costs:gpt2"]["facts"]["ops_s"])
     changed = {op: (1 if "mm." in op else 10**6, bytes_) for op, (_, bytes_) in profile.measured.items()}
-    orders = list[Any]()
+    again = list[set[int]]()
     for k, known in enumerate((profile, msgspec.structs.replace(profile, measured=changed))):
         parts.make_plans(tmp_path / str(k), ["peaks:gpt2"], known, "cpu", tiny=True, time_s=0.2)
-        orders.append(files.read_as(tmp_path / str(k) / "gpt2-25%.plan.json", Plan).order)
-    assert orders[0] != orders[1]
+        order = files.read_as(tmp_path / str(k) / "gpt2-50%.plan.json", Plan).order
+        again.append({op for op in order if order.count(op) > 1})
+    assert again[0] != again[1]
 
 
 def test_models_are_built_once_and_copied_to_a_device(pack):

@@ -162,14 +162,12 @@ class RepeatedNumbers(TorchFunctionMode):
     """Random weights repeat the same million numbers: a processor draws a hundred times as many in a second or two."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: dict[str, Any] = kwargs or {}
-        drawn, most = function in (Tensor.normal_, Tensor.uniform_), 2**20
-        if not drawn or args[0].numel() <= most or not args[0].is_contiguous():
+        given, most = kwargs or {}, 2**20
+        if function not in (Tensor.normal_, Tensor.uniform_) or args[0].numel() <= most:
             return function(*args, **given)
-        first, *rest = args[0].view(-1).split(most)
-        function(first, *args[1:], **given)
-        for other in rest:
-            other.copy_(first[: len(other)])
+        flat = args[0].view(-1)
+        numbers = function(flat[:most], *args[1:], **given)
+        flat.copy_(numbers.repeat(-(-len(flat) // most))[: len(flat)])
         return args[0]
 
 

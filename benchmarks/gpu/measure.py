@@ -102,20 +102,20 @@ def peaks(
 def times(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> dict[str, float]:
     """Seconds of some steps, by events on a GPU, else by the clock; and of the processor."""
     took, busy = list[float](), list[float]()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
     for _ in range(rounds):
         model.zero_grad(set_to_none=True)
-        if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if events:
             torch.cuda.synchronize()  # the processor is busy while it waits: that does not count
-            begin.record()
+            events[0].record()
         began = time.perf_counter(), time.process_time()
         step()
         busy.append(time.process_time() - began[1])
         took.append(time.perf_counter() - began[0])
-        if device == "cuda":
-            end.record()
-            end.synchronize()
-            took[-1] = begin.elapsed_time(end) / 1e3
+        if events:
+            events[1].record()
+            events[1].synchronize()
+            took[-1] = events[0].elapsed_time(events[1]) / 1e3
     return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": min(busy)}
 
 

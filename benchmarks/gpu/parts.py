@@ -84,7 +84,7 @@ class Setting:
                 run, step = make(case)
                 planned = {} if step is None else figures(step, kind, self.device, case)
                 record = f"{self.out / name}.{kind}" if label in RECORDED else None
-                if record is not None:
+                if record is not None and step is not None:
                     files.write(step.graph, f"{record}.graph.json")
                     files.write(step.plan, f"{record}.plan.json")
                 row = self._observed(run, case, kind, record)

@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part = chosen.pop(0)
         broken += [f"{part}: {line}" for line in verdict(run_part(part, options, limit_s))]
     print("\n".join(broken) or "all promises hold in these parts")
-    print(*(["still to run: --parts", *chosen] if chosen else []))
+    if chosen:
+        print("still to run: --parts", *chosen)
     return bool(broken)
 
 
