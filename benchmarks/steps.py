@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,6 +164,34 @@ def timed(variants: list[Variant], rounds: int) -> None:
             variant.model.zero_grad(set_to_none=True)
     for variant in variants:
         variant.row["time_s"] = min(took[variant.name])
+
+
+def say(name: str, variant: Variant) -> None:
+    """Tell a peak, and how long compiling took if that is known."""
+    took = f", compiled in {variant.row['compile_s']:.0f} s" if "compile_s" in variant.row else ""
+    print(f"{name}: {variant.name}: {mib(variant.row['peak_bytes'])} MiB{took}", file=sys.stderr, flush=True)
+
+
+def rows_of(variants: Iterable[Variant]) -> list[dict[str, Any]]:
+    """What is kept of variants."""
+    return [
+        {"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k not in ("bits", "own_bits")}} for v in variants
+    ]
+
+
+def unkept(name: str, row: dict[str, Any]) -> list[str]:
+    """In words, budgets, planned peaks, bits and an order of peaks that ours do not keep."""
+    ours = sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"])
+    broken, peaks = [], [v["peak_bytes"] for v in ours]
+    for v, peak in zip(ours, peaks, strict=True):
+        planned = v.get("planned_bytes", peak)
+        if peak > v["budget_bytes"] + 64 or abs(peak - planned) > 0.01 * planned:
+            sizes = f"measured {mib(peak)}, planned {mib(planned)}, budget {mib(v['budget_bytes'])}"
+            broken.append(f"{name}: {v['name']}: {sizes}")
+        # Eager code rounds otherwise than fused code: where it took over, bits are equal among its own kind only.
+        if not v["identical"] and v.get("compiler") != "eager":
+            broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
+    return broken + [f"{name}: peaks are not monotone in the budget"] * (peaks != sorted(peaks))
 
 
 def best_at(row: dict[str, Any], peak_bytes: int) -> dict[str, Any] | None:

@@ -29,7 +29,8 @@ def main() -> None:
 
 def show(report: dict[str, Any]) -> None:
     """Print the tables of a report."""
-    for keys, rows in itertools.groupby(rows_of(report), key=lambda row: tuple(row[1])):
+    path = (report["part"],) if "part" in report else ()
+    for keys, rows in itertools.groupby(rows_of(report, path), key=lambda row: tuple(row[1])):
         print("| |", *(f"{key.removesuffix('_bytes')} |" for key in keys))
         print("|---|" + "---:|" * len(keys))
         for name, values in rows:
@@ -39,7 +40,8 @@ def show(report: dict[str, Any]) -> None:
 
 def rows_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every object with a number, text or truth value in it: its path, and these."""
-    named = node.items() if isinstance(node, dict) else ((str(i), item) for i, item in enumerate(node))
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    named = [(str(item.get("name", key) if isinstance(item, dict) else key), item) for key, item in items]
     inner = [(name, item) for name, item in named if isinstance(item, (dict, list))]
     if isinstance(node, dict) and (plain := {k: v for k, v in node.items() if not isinstance(v, (dict, list))}):
         yield " ".join(path), plain

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import steps
 from fresh import by_model, mib
 from models import WHOLE, Case, build
-from steps import Variant, beaten, by_backend, observe, timed
+from steps import Variant, beaten, by_backend, observe, rows_of, say, timed, unkept
 
 MODELS = (
     *("gpt2", "bert", "vit", "resnet50", "unet", "llama_4", "llama_6", "llama_8"),
@@ -64,8 +64,7 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
         reference = keep if variant.kind == "ours" else next(v for v in variants if v.name == "eager")
         variant.row["identical"] = variant.row.pop("bits") == (reference.row.get("bits") or reference.row["own_bits"])
     timed(variants, rounds)
-    rows = [{"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k != "own_bits"}} for v in variants]
-    return {**facts, "variants": rows}
+    return {**facts, "variants": rows_of(variants)}
 
 
 def others(name: str) -> Iterator[Variant]:
@@ -134,27 +133,13 @@ def _ours(name: str, label: str, plan: Any, row: dict[str, Any]) -> Variant:
     return Variant(label, "ours", lambda: compiled(**case.batch)[1], case.model, row)
 
 
-def say(name: str, variant: Variant) -> None:
-    print(f"{name}: {variant.name}: {mib(variant.row['peak_bytes'])} MiB", file=sys.stderr, flush=True)
-
-
 def verdict(name: str, row: dict[str, Any]) -> list[str]:
     """Promises that a model's rows break, in words."""
-    broken = []
-    ours = sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"])
-    for v in ours:
-        if v["peak_bytes"] > v["budget_bytes"] + 64 or abs(v["peak_bytes"] - v["planned_bytes"]) > 0.01 * v["planned_bytes"]:
-            planned = f"planned {mib(v['planned_bytes'])}"
-            broken.append(f"{name}: {v['name']}: measured {mib(v['peak_bytes'])}, {planned}, budget {mib(v['budget_bytes'])}")
-        if not v["identical"]:
-            broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
-    peaks = [v["peak_bytes"] for v in ours]
-    if peaks != sorted(peaks):
-        broken.append(f"{name}: peaks are not monotone in the budget")
+    broken, smallest = unkept(name, row), min(v["peak_bytes"] for v in row["variants"] if v["kind"] == "ours")
     for v in row["variants"]:
         if v["kind"] in ("ours", "eager"):
             continue
-        if name.endswith(WHOLE) and v["peak_bytes"] < peaks[0] <= v["peak_bytes"] + row["tangent_bytes"]:
+        if name.endswith(WHOLE) and v["peak_bytes"] < smallest <= v["peak_bytes"] + row["tangent_bytes"]:
             continue
         broken += beaten(name, row, v, in_time=v["kind"] == "knob" or not name.startswith("llama_"))
     return broken

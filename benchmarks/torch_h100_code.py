@@ -128,9 +128,8 @@ def ours(name: str, budget_bytes: int | None, time_limit_s: float) -> dict[str, 
     def compile_ours(gm: Any, inputs: Sequence[Any]) -> None:
         options = Options(budget=budget_bytes, compiler="inductor", costs="estimated", time_limit_s=time_limit_s)
         trials = ours_._Trials(gm, inputs, Compilation(gm.graph, inputs, options, Hooks(target=target())))
-        trials.compile()
         peaks, costs = (lambda at: trials.compiled[at].counted), (lambda at: trials.compiled[at].cost_ns)
-        found = trials.search.choose(trials.counted(), trials.compile_again, peaks, costs)
+        found = trials.search.choose(trials.compile().counted, trials.compile_again, peaks, costs)
         chosen[0] = -1 if found is None else found
         resident[0] = trials.search.chains.contracted.resident_bytes
 

@@ -21,7 +21,6 @@ A compilation takes from half a minute to some minutes on one core, and a model 
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import statistics
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import steps
 from fresh import by_model, child, mib
 from models import build
-from steps import CLOCK, Variant, beaten, observe, timed
+from steps import CLOCK, Variant, beaten, observe, rows_of, say, timed, unkept
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "layers_32", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -98,13 +97,7 @@ def run(name: str, time_limit_s: float, rounds: int, first: str | None = None) -
         kept = variant is keep
         variant.row |= start(name, 0 if kept else resident + variant.row["budget_bytes"], time_limit_s)
         print(f"{name}: {variant.name}: first step {variant.row['cold_s']:.1f} s", file=sys.stderr, flush=True)
-    drop = ("bits", "own_bits")
-    return {
-        "refused": refused,
-        "variants": [
-            {"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k not in drop}} for v in (*others, *mine)
-        ],
-    }
+    return {"refused": refused, "variants": rows_of((*others, *mine))}
 
 
 def start(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, Any]:
@@ -171,31 +164,12 @@ def ours(name: str, budget_bytes: int | None, time_limit_s: float) -> Variant:
         "computed_again": len(step.plan.order) - len(set(step.plan.order)),
     }
     label = "keep all" if budget_bytes is None else f"ours, {mib(budget_bytes - step.graph.resident_bytes)}"
-    return Variant(label, "ours", functools.partial(_loss, step, case.batch), case.model, row)
-
-
-def _loss(step: Any, batch: dict[str, Any]) -> Any:
-    return step(**batch)[1]
-
-
-def say(name: str, variant: Variant) -> None:
-    peak, spent = mib(variant.row["peak_bytes"]), variant.row["compile_s"]
-    print(f"{name}: {variant.name}: {peak} MiB, compiled in {spent:.0f} s", file=sys.stderr, flush=True)
+    return Variant(label, "ours", lambda: step(**case.batch)[1], case.model, row)
 
 
 def verdict(name: str, row: dict[str, Any]) -> list[str]:
     """Promises that a model's rows break, in words."""
-    broken = []
-    mine = sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"])
-    for v in mine:
-        if v["peak_bytes"] > v["budget_bytes"] + 64:
-            broken.append(f"{name}: {v['name']}: measured {mib(v['peak_bytes'])}, budget {mib(v['budget_bytes'])}")
-        # Eager code rounds otherwise than fused code: where it took over, bits are equal among its own kind only.
-        if not v["identical"] and v["compiler"] == "inductor":
-            broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
-    peaks = [v["peak_bytes"] for v in mine]
-    if peaks != sorted(peaks):
-        broken.append(f"{name}: peaks are not monotone in the budget")
+    broken, mine = unkept(name, row), [v for v in row["variants"] if v["kind"] == "ours"]
     for v in (v for v in row["variants"] if v["kind"] != "ours"):
         broken += beaten(name, row, v)
         least = min((m["peak_bytes"] for m in mine if m["time_s"] <= CLOCK * v["time_s"]), default=None)

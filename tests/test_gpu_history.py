@@ -51,10 +51,13 @@ class Recorder:
         for address in [a for a in self.segments if a not in self.allocator._regions]:
             self.note("segment_free", address, self.segments.pop(address))
 
-    def snapshot(self, last: int | None = None) -> Any:
+    def raw(self, last: int | None = None) -> dict[str, Any]:
         """The state now, with the last so many events."""
         events = self.events if last is None else self.events[len(self.events) - last :]
-        return snapshot_of({"segments": [self.segment(*each) for each in self.segments.items()], "device_traces": [events]})
+        return {"segments": [self.segment(*each) for each in self.segments.items()], "device_traces": [events]}
+
+    def snapshot(self, last: int | None = None) -> Any:
+        return snapshot_of(self.raw(last))
 
     def segment(self, address: int, size: int) -> dict[str, Any]:
         inside = [b for a, b in sorted(self.blocks.items()) if address <= a < address + size]

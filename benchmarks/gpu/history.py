@@ -1,14 +1,19 @@
-"""A recorded memory history, replayed through the model of the allocator: is the model wrong, or are the requests of a plan?"""
+"""A recorded memory history, replayed through the model of the allocator: is the model wrong, or are the requests of a plan?
+
+python benchmarks/gpu/history.py benchmarks/gpu/results/mixtral.peaks.history.pickle
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.oom.replay import moment_of
-from checkmate.oom.snapshot import Event, Snapshot
+from checkmate.oom.snapshot import Event, Snapshot, read_snapshot
 
 
 class ReplayedHistory(NamedTuple):
@@ -53,3 +58,13 @@ def replayed_history(snapshot: Snapshot, device: int | None = None) -> ReplayedH
             sums.append((recorded, model.held))
             differs_at = k if differs_at is None and recorded != model.held else differs_at
     return ReplayedHistory(max(sums)[0], max(held for _, held in sums), differs_at)
+
+
+def main(names: Sequence[str]) -> None:
+    """Print what was recorded in files, and what the model has in its place."""
+    for name in names:
+        print(name, *(f"{key} {value}" for key, value in replayed_history(read_snapshot(name))._asdict().items()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.metadata
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from fresh import digest, hardware, versions
+from fresh import digest, hardware
 
+import checkmate
 from checkmate.torch import measure_peak
 
 
@@ -43,12 +44,8 @@ def machine(device: str) -> dict[str, Any]:
 
 def software() -> dict[str, str]:
     """Versions; Checkmate's own is that of the source tree, which need not be installed."""
-    import checkmate
-
-    try:
-        return versions("torch")
-    except Exception:  # noqa: BLE001 - run from the folder, without installation
-        return {"python": platform.python_version(), "torch": torch.__version__, "checkmate-remat": checkmate.__version__}
+    others = {name: importlib.metadata.version(name) for name in ("transformers", "numpy", "highspy")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **others, "checkmate-remat": checkmate.__version__}
 
 
 def settle() -> None:
@@ -62,13 +59,20 @@ def settle() -> None:
 
 
 def peaks(
-    step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str, *, emptied: bool = True
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    batch: Iterable[torch.Tensor],
+    device: str,
+    *,
+    emptied: bool = True,
+    record: str | None = None,
 ) -> dict[str, int]:
     """Peak of the next step with everything that is allocated, and what the allocator reserves; gradients are freed before.
 
     ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
 
-    With ``emptied`` segments that nothing uses are given back before; not where they were reserved on purpose.
+    With ``emptied`` segments that nothing uses are given back before; not where they were reserved on purpose. A history of the
+    two steps is written to ``record``.
     """
     model.zero_grad(set_to_none=True)
     if device != "cuda":
@@ -80,12 +84,13 @@ def peaks(
     torch.cuda.synchronize()
     if emptied:
         torch.cuda.empty_cache()
-    step()
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
+    with contextlib.nullcontext() if record is None else history(f"{record}.history.pickle"):
+        step()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     return {
         "allocated_bytes": stats["allocated_bytes.all.peak"],
@@ -96,24 +101,22 @@ def peaks(
 
 def times(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> dict[str, float]:
     """Seconds of some steps, by events on a GPU, else by the clock; and of the processor."""
-    took: list[float] = []
-    busy = time.process_time()
+    took, busy = list[float](), list[float]()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
     for _ in range(rounds):
         model.zero_grad(set_to_none=True)
-        if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            step()
-            end.record()
-            end.synchronize()
-            took.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            step()
-            took.append(time.perf_counter() - began)
-    busy_s = (time.process_time() - busy) / rounds
-    return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": busy_s}
+        if events:
+            torch.cuda.synchronize()  # the processor is busy while it waits: that does not count
+            events[0].record()
+        began = time.perf_counter(), time.process_time()
+        step()
+        busy.append(time.process_time() - began[1])
+        took.append(time.perf_counter() - began[0])
+        if events:
+            events[1].record()
+            events[1].synchronize()
+            took[-1] = events[0].elapsed_time(events[1]) / 1e3
+    return {"time_s": min(took), "median_s": statistics.median(took), "processor_s": min(busy)}
 
 
 def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dict[str, Any]:
@@ -126,7 +129,8 @@ def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dic
         step()
         give_back()
     by_name: dict[str, float] = {}
-    events = [e for e in found.events() or () if e.device_type.name == device.upper()]
+    # What a user names, as `Optimizer.step` does, is an event of the device too, as long as all kernels in it.
+    events = [e for e in found.events() or () if e.device_type.name == device.upper() and not e.is_user_annotation]
     for event in events:
         took_s = (event.time_range.elapsed_us() if device == "cuda" else event.self_cpu_time_total) / 1e6
         by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + took_s
@@ -135,21 +139,25 @@ def kernels(step: Callable[[], Any], model: torch.nn.Module, device: str) -> dic
     return {"kernels_s": sum(by_name.values()), "kernels": len(events), "longest": longest}
 
 
-@contextmanager
-def history(path: Path, *, on: bool) -> Iterator[None]:
-    """Write what the allocator of a GPU does meanwhile, which can be replayed elsewhere."""
-    if on:
-        torch.cuda.memory._record_memory_history(max_entries=300_000)
-    yield
-    if on:
-        torch.cuda.memory._dump_snapshot(str(path))
+@contextlib.contextmanager
+def history(path: str) -> Iterator[None]:
+    """Write what the allocator of a GPU does meanwhile, to be replayed elsewhere; without stacks, which would take minutes."""
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(path)
+    finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def segments(device: str) -> dict[str, int]:
-    """The largest segment of the allocator: with an arena, at least its size."""
-    found = torch.cuda.memory_snapshot() if device == "cuda" else []
-    return {"largest_segment_bytes": max((segment["total_size"] for segment in found), default=0)}
+def fingerprint(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A number that tells a tensor from others by any bit, made where it lies: the host would hash for seconds."""
+    if tensor is None:
+        return None
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = tensor.detach().contiguous().reshape(-1).view(kinds[tensor.element_size()]).long()
+    places = torch.arange(words.numel(), device=words.device) * 0x9E3779B97F4A7C1 + 1
+    return (words * ((places ^ (places >> 29)) | 1)).sum()  # odd factors: no change of one word is lost
 
 
 def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
@@ -161,7 +169,8 @@ def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    found = digest(loss, *model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *states)
+    parameters = list(model.parameters())
+    found = digest(*map(fingerprint, (loss, *parameters, *(p.grad for p in parameters), *model.buffers(), *states)))
     with torch.no_grad():
         for buffer, old in zip(model.buffers(), before, strict=True):
             buffer.copy_(old)

@@ -51,8 +51,7 @@ class CachingAllocator:
         The rest of the block is split off if it is at least 512 bytes in a small or expandable segment, or more than 1 MiB in a
         large one (should_split): smaller rests stay with it as internal fragmentation.
         """
-        mib, min_block = 2**20, 512  # kMinBlockSize
-        size = max(min_block, -(-size_bytes // min_block) * min_block)
+        mib, size = 2**20, _rounded(size_bytes or 1)
         small = size <= mib  # kSmallSize
         if small:
             segment = 2 * mib  # kSmallBuffer
@@ -62,7 +61,7 @@ class CachingAllocator:
             segment = -(-size // (2 * mib)) * 2 * mib  # kRoundLarge
         block = self._smallest(size, small) or self._extend(size, segment, small)
         rest = block.size - size
-        split = rest >= min_block if small or self.expandable else rest > mib
+        split = rest > 0 if small or self.expandable else rest > mib  # blocks are multiples of the least one
         return self._hand_out(block, size if split else block.size)
 
     def hold(self, size_bytes: int, blocks: Iterable[tuple[int, int]], *, small: bool) -> list[Chunk]:
@@ -71,9 +70,8 @@ class CachingAllocator:
         for offset, requested in (*blocks, (size_bytes, 0)):
             if offset > end:
                 self._insert(Chunk(offset - end, address + end, small))
-            size = -(-requested // 512) * 512
-            found.append(Chunk(size, address + offset, small))
-            self.in_use, end = self.in_use + size, offset + size
+            found.append(Chunk(_rounded(requested), address + offset, small))
+            self.in_use, end = self.in_use + found[-1].size, offset + found[-1].size
         self.peak = max(self.peak, self.in_use)
         return found[:-1]
 
@@ -132,6 +130,10 @@ class CachingAllocator:
         free.pop(bisect_left(free, chunk))
         del self._starts[chunk.address], self._ends[chunk.address + chunk.size]
         return chunk
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // 512) * 512  # kMinBlockSize
 
 
 def packed(blocks: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:

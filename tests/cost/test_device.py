@@ -17,7 +17,7 @@ WANTED = (
     *("A100", "A100 40 GB", "H100", "H100 NVL", "H200", "B200", "GH200", "GB200", "V100", "MI300X"),
     *("L4", "L40S", "T4", "A10G", "A6000", "RTX 3090", "RTX 4090", "RTX 5090", "CPU"),
 )
-NOT_FIGURES = ("name", "about", "kind", "compute_capability", "sources", "assumed")
+NOT_FIGURES = ("name", "about", "kind", "compute_capability", "measured", "sources", "assumed")
 
 
 def profile(**changes: object) -> dict[str, object]:

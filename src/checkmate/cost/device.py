@@ -40,6 +40,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         pcie_bytes_per_s: Traffic to the host per second, one way, as the bus is specified.
         host_out_bytes_per_s: The same as copies from the device to pinned memory of the host reach it.
         host_in_bytes_per_s: The same for copies from the host.
+        measured: Op with its arguments, as text -> nanoseconds and bytes of workspace that were measured on the device.
         sources: Field -> where its figure is published.
         assumed: Field -> why its figure is what it is, where none is published.
     """
@@ -58,6 +59,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pcie_bytes_per_s: Positive | None = None
     host_out_bytes_per_s: Positive | None = None
     host_in_bytes_per_s: Positive | None = None
+    measured: dict[str, tuple[Amount, Amount]] = {}
     sources: dict[str, str] = {}
     assumed: dict[str, str] = {}
 

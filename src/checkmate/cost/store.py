@@ -73,10 +73,11 @@ class Store(Generic[T]):
     def __init__(self, kind: str, of: type[T], without: str, path: str | os.PathLike[str] | None = None) -> None:
         self._kind, self._of, self._without, self._path = kind, of, without, path
 
-    def get(self, keys: Iterable[str]) -> dict[str, T]:
-        """The values of those keys that are in the store."""
-        query = "SELECT key, value, checksum FROM entries WHERE kind = ? AND key IN (SELECT value FROM json_each(?))"
-        wanted = self._kind, json.dumps(list(dict.fromkeys(keys)))
+    def get(self, keys: Iterable[str] | None = None) -> dict[str, T]:
+        """The values of those keys that are in the store, or of all keys."""
+        query = "SELECT key, value, checksum FROM entries WHERE kind = ?"
+        query += "" if keys is None else " AND key IN (SELECT value FROM json_each(?))"
+        wanted = self._kind, *([] if keys is None else [json.dumps(list(dict.fromkeys(keys)))])
         rows = self._run(lambda connection: connection.execute(query, wanted).fetchall(), [])
         found = {row[0]: self._decoded(*row) for row in rows}
         return {key: value for key, value in found.items() if value is not None}

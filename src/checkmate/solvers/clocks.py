@@ -84,14 +84,7 @@ def no_alarm() -> Flag:
 
 
 class Alarm:
-    """Raises its flag from a thread when a clock has run out: kernels run without the interpreter's lock (`kernel`).
-
-    Args:
-        left_s: Seconds left, possibly infinite; no thread is started then.
-
-    Attributes:
-        flag: The flag.
-    """
+    """Raises its flag from a thread when a clock has run out: kernels run without the interpreter's lock (`kernel`)."""
 
     def __init__(self, left_s: Callable[[], float]) -> None:
         self.flag = no_alarm()

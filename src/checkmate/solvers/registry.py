@@ -34,11 +34,8 @@ def available() -> dict[str, type[Solver]]:
 def by_name(name: str) -> Solver:
     """A solver with its default options.
 
-    Args:
-        name: Name of its entry point, like ``"auto"``; `available` lists them.
-
-    Raises:
-        OptionError: No solver has this name, or it cannot be imported or made.
+    The name is that of its entry point, like ``"auto"``; `available` lists them. `OptionError`: no solver has this name, or it
+    cannot be imported or made.
     """
     entries = _entries()
     if name not in entries:
@@ -47,15 +44,7 @@ def by_name(name: str) -> Solver:
 
 
 def made(name: str, kind: type[Solver]) -> Solver:
-    """A solver of a class with its default options.
-
-    Args:
-        name: Its name.
-        kind: The class.
-
-    Raises:
-        OptionError: The class raises an error, or ends the program.
-    """
+    """A solver of a class with its default options; `OptionError` if the class raises an error, or ends the program."""
     try:
         solver = kind()
         if not callable(getattr(solver, "run", None)):

@@ -66,8 +66,7 @@ class AffineGraph:
     def __call__(self, batch: int) -> Graph:
         """The graph at a batch size.
 
-        Raises:
-            OptionError: The batch is less than one.
+        Raises `OptionError` if the batch is less than one.
         """
         if batch < 1:
             raise OptionError(f"batch={batch!r} must be one or more")
@@ -111,8 +110,7 @@ def combined(graphs: Sequence[Graph], size: Callable[[Sequence[int]], int], cost
 def check_same_structure(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:
     """Check that two graphs of one step differ only in sizes, costs and names.
 
-    Raises:
-        GraphError: They differ in more.
+    Raises `GraphError` if they differ in more.
     """
     where = f"the graphs at batch {small_batch} and {large_batch}"
     if len(small.ops) != len(large.ops) or len(small.values) != len(large.values):
@@ -136,8 +134,7 @@ def check_same_structure(small: Graph, small_batch: int, large: Graph, large_bat
 def check_growing(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:
     """Check that no size falls from one graph of a step to another of a larger batch.
 
-    Raises:
-        GraphError: A size falls.
+    Raises `GraphError` if a size falls.
     """
     sizes = [
         ("resident", small.resident_bytes, large.resident_bytes),

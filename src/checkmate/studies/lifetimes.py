@@ -17,23 +17,14 @@ backward ops; outputs of the optimizer; workspace and the states of random gener
 
 
 class StorageLifetime(NamedTuple):
-    """One storage while a plan runs.
+    """One storage while a plan runs."""
 
-    Attributes:
-        value: The value that owns it.
-        made_at: Step that makes it.
-        gone_at: First step whose bytes exclude it; one more than the number of steps if it stays.
-        category: Kind of memory.
-        reads: Steps that read it, under its own name or that of a view.
-        kept: Whether a value that must be live at the end is in this storage then.
-    """
-
-    value: int
-    made_at: int
-    gone_at: int
+    value: int  # the value that owns it
+    made_at: int  # step that makes it
+    gone_at: int  # first step whose bytes exclude it; one more than the number of steps if it stays
     category: Category
-    reads: tuple[int, ...]
-    kept: bool
+    reads: tuple[int, ...]  # steps that read it, under its own name or that of a view
+    kept: bool  # whether a value that must be live at the end is in this storage then
 
 
 def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
@@ -89,17 +80,11 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
 
 
 class Replay(NamedTuple):
-    """The state of a random generator, held so that an op gives the same result when it is computed again.
-
-    Attributes:
-        op: The op.
-        first: Its first computation, a step.
-        last: Its last computation, a step.
-    """
+    """The state of a random generator, held so that an op gives the same result when it is computed again."""
 
     op: int
-    first: int
-    last: int
+    first: int  # its first computation, a step
+    last: int  # its last computation, a step
 
 
 def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.studies.lifetimes import replays, storage_lifetimes
-
-_GRANULE: Final = 2 << 20
-"""Sizes of tried arenas, like those of large segments, are multiples of this."""
 
 
 class AllocatorPeaks(NamedTuple):
@@ -41,15 +38,9 @@ def allocator_peaks(graph: Graph, plan: Plan, resident: Resident = (), *, arena_
     It keeps every segment while the device has room. Only when an allocation fails does it release unused segments and try again,
     so a plan may run in fewer bytes. Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
 
-    Args:
-        graph: The graph.
-        plan: The plan.
-        resident: Sizes in bytes of resident tensors, in the order of their allocation, or an allocator that holds them; it is
-            not changed. The rest of the graph's resident bytes counts as one more.
-        arena_bytes: Size of a block that is allocated and freed before the first step; 0 for none.
-
-    Raises:
-        PlanError: The plan cannot be run.
+    ``resident`` has the sizes of resident tensors, in the order of their allocation, or is an allocator that holds them, which is
+    not changed. The rest of the graph's resident bytes counts as one more. A block of ``arena_bytes`` is allocated and freed
+    before the first step.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])
@@ -66,13 +57,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     All large requests of a plan are known before it runs, and come in the same order in every step. Blocks cut from one segment
     by best fit leave fewer bytes unused than a segment for each request.
 
-    Args:
-        graph: The graph.
-        plan: The plan.
-        resident: Resident tensors; see `allocator_peaks`.
-
-    Returns:
-        The arena. It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
+    It reserves no more than the plan does without one; if none does, its size is 0. Expandable segments need none.
 
     Examples:
         >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[3 << 20, 30 << 20], edges=[(0, 1)], kept=[1])
@@ -84,15 +69,16 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Resident = ()) -> Arena:
     best = Arena(0, alone.reserved_bytes)
     if start.expandable:
         return best
+    unit = 2 << 20  # of the size of a large segment
     # A larger arena is not always large enough if a smaller one is, but nearly always.
-    low, high = -(-(alone.allocated_bytes - before) // _GRANULE), (alone.reserved_bytes - before) // _GRANULE
+    low, high = -(-(alone.allocated_bytes - before) // unit), (alone.reserved_bytes - before) // unit
     for _ in range(8):
         if low >= high:
             break
         middle = max(1, (low + high) // 2)
-        reserved = _replayed(sequence, start, middle * _GRANULE).reserved_bytes
+        reserved = _replayed(sequence, start, middle * unit).reserved_bytes
         if reserved < best.reserved_bytes:
-            best, high = Arena(middle * _GRANULE, reserved), middle
+            best, high = Arena(middle * unit, reserved), middle
         else:
             low = middle + 1
     return best
@@ -127,9 +113,10 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
 
 def _resident(graph: Graph, resident: Resident) -> CachingAllocator:
     """The allocator that holds the resident bytes of a graph."""
-    held, sizes = (resident, ()) if isinstance(resident, CachingAllocator) else (CachingAllocator(), tuple(resident))
-    allocator = copy.deepcopy(held)
-    for size in (*sizes, graph.resident_bytes - held.in_use - sum(sizes)):
+    allocator, sizes = (
+        (copy.deepcopy(resident), ()) if isinstance(resident, CachingAllocator) else (CachingAllocator(), tuple(resident))
+    )
+    for size in (*sizes, graph.resident_bytes - allocator.in_use - sum(sizes)):
         if size > 0:
             allocator.allocate(size)
     return allocator

@@ -178,8 +178,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
         return compiled.run
     interface, result = compiled.planned
     if compiled.memory is not None and compiled.whole is None:
-        symbols = compiled.num_symbols
-        compilation.executable.guard(interface, compiled.joint, result, compiled.memory, replaceable=False, num_symbols=symbols)
+        compilation.executable.guard(interface, compiled.joint, result, compiled.memory, replaceable=False)
     compiled.forward.run = compilation.executable.forward(compiled.forward.run)
     compiled.backward.run = compilation.executable.backward(compiled.backward.run)
     compilation.hooks.planned(interface, result)

@@ -8,6 +8,7 @@ from torch import nn
 
 import checkmate
 from checkmate.cost import load_device
+from checkmate.doctor.steps import deterministic
 from checkmate.torch.emulate.attention import select_kernel
 
 
@@ -49,6 +50,16 @@ def test_attention_is_the_devices(device: str, dtype: torch.dtype, options: dict
     """A processor's attention makes the whole matrix of weights with dropout; what a device saves is what counts."""
     name = f"_scaled_dot_product_{kernel}_attention"
     assert kinds(device, dtype, **options) == {name, f"{name}_backward"}
+
+
+def test_attention_of_deterministic_algorithms_is_not_cudnns() -> None:
+    """`check_cudnn_deterministic` refuses it, unless a warning is enough."""
+    half = torch.empty(2, 4, 8, 16, device="meta", dtype=torch.bfloat16)
+    found = dict[bool, str]()
+    for warn_only in (False, True):
+        with deterministic(warn_only=warn_only):
+            found[warn_only] = select_kernel(load_device("H100"), half, half, half, None, 0.0, False)
+    assert found == {False: "flash", True: "cudnn"}
 
 
 def test_attention_without_a_kernel_makes_its_weights() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -44,6 +45,24 @@ def test_what_costs_more_is_told_by_the_profile(device: str) -> None:
     assert all(op.cost >= least or op.cost in (0, 100) for op in graph.ops)
     slow = checkmate.torch.capture(mlp(), lambda p, y: p.mean() * y, example=example, costs="estimated")
     assert graph.cost <= max(slow.cost, 2 * least * len(graph.ops))
+
+
+@pytest.mark.parametrize("device", ["T4", "CPU"])
+def test_what_was_measured_on_a_device_is_what_ops_cost_there(device: str) -> None:
+    """By the op and the types, sizes and strides of its arguments; other ops have the roofline."""
+    model, example = nn.Linear(8, 4), (torch.ones(2, 8), torch.ones(()))
+    kind = load_device(device).kind
+    given = ("[4][1]", "[2, 8][8, 1]", "[8, 4][1, 8]")
+    product = f"aten.addmm.default ({','.join(f'torch.float32{layout}@{kind}' for layout in given)}) {{}}"
+    profile = msgspec.structs.replace(load_device(device), measured={product: (12345, 678)})
+    found = [
+        {op.kind: (op.cost, op.workspace_bytes) for op in graph.ops}
+        for graph in (
+            checkmate.torch.capture(model, lambda p, y: p.mean() * y, example=example, device=d) for d in (device, profile)
+        )
+    ]
+    assert found[0].pop("aten.addmm.default") != found[1].pop("aten.addmm.default") == (12345, 678)
+    assert found[0] == found[1]
 
 
 def test_statistics_of_norms_are_float32_on_the_device() -> None:

@@ -13,8 +13,7 @@ from checkmate.core.problem import Problem
 def plan_of_needed(problem: Problem, order: Sequence[int]) -> Plan:
     """The plan of an order after `without_unread`, with every value freed at its earliest place.
 
-    Raises:
-        PlanError: An op of the order reads a value that no earlier op has made.
+    Raises `PlanError` if an op of the order reads a value that no earlier op has made.
     """
     plan = Plan.from_order(problem.graph, order)
     needed = without_unread(problem, plan.order)

@@ -124,8 +124,7 @@ class ChunkChoices(Generic[CapturedT]):
     def captured(self, groups: tuple[RegionGroup, ...]) -> CapturedT:
         """The step with some groups in pieces.
 
-        Raises:
-            NotChunkable: Regions of these groups wait for each other.
+        Raises `NotChunkable` if regions of these groups wait for each other.
         """
         if self._until is not None and time.perf_counter() > self._until:
             raise TimeoutError
@@ -226,9 +225,7 @@ def choose_chunks(
 
     Its overhead refers to computing every op of the given step once. None if keeping everything keeps the budget.
 
-    Raises:
-        InfeasibleBudgetError: No plan of any of the graphs was found that keeps the budget; its floor holds for all of them.
-        PlanNotFoundError: No plan of any of the graphs was found in time.
+    Raises `InfeasibleBudgetError`, whose floor holds for all graphs, or `PlanNotFoundError` if none has a plan for the budget.
     """
     if keep_all_bytes(step.whole.graph) <= budget_bytes:
         return None

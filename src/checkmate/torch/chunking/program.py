@@ -152,8 +152,7 @@ class ChunkOp:
 def chunk_ops_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None = None) -> list[ChunkOp]:
     """The stages of a region, in the order in which they can run, with their programs.
 
-    Raises:
-        NotChunkable: An op does not take slices.
+    Raises `NotChunkable` if an op does not take slices.
     """
     stages = stages_of(region, graph, unit_tangent)
     if unit_tangent is not None and any(value in unit_tangent.scaled for stage in stages for value, _ in stage.operands):

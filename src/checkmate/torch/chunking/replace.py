@@ -24,8 +24,7 @@ _Item: TypeAlias = fx.Node | ChunkOp
 def with_regions(joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> fx.GraphModule:
     """A new joint module in which regions without common ops run piece by piece, one op for each of their stages.
 
-    Raises:
-        NotChunkable: Regions wait for each other.
+    Raises `NotChunkable` if regions wait for each other.
     """
     return _Writer(joint, chunk_ops).write()
 

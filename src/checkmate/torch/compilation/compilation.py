@@ -180,7 +180,6 @@ class Executable:
         memory: StepMemory,
         *,
         replaceable: bool,
-        num_symbols: int = 0,
     ) -> None:
         """Have the coordinator run a graph; its joint graph is None for code from a cache."""
         accumulated = frozenset[int]() if joint is None else accumulated_inputs(joint.capture.joint)
@@ -188,7 +187,7 @@ class Executable:
         self.planned = PlannedGraph(
             interface=interface,
             joint=joint,
-            own=Program(result, memory, accumulated=accumulated, num_symbols=num_symbols),
+            own=Program(result, memory, accumulated=accumulated),
             alone=planner.is_alone(interface.graph) or planner.allotment(interface.graph) is not None,
             options=planner.options,
             resident=account.resident,
@@ -199,7 +198,6 @@ class Executable:
             ranks=planner.ranks,
             recompile=self._recompile,
             replaceable=replaceable,
-            num_symbols=num_symbols,
             chunks=planner.chunks,
         )
 

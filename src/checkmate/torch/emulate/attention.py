@@ -101,8 +101,9 @@ def select_kernel(
     square = not is_causal or query.shape[-2] == key.shape[-2]
     if query.dim() != 4 or (attn_mask is not None and (is_causal or (attn_mask.requires_grad and not half))):
         return "math"
-    # cuDNN comes first on Hopper, compute capability 9 (`check_prefer_cudnn_attention`).
-    if version is not None and version[0] == 9 and half and not any(n % 8 or n > 128 for n in sizes):
+    # cuDNN comes first on Hopper, compute capability 9 (`check_prefer_cudnn_attention`, `check_cudnn_deterministic`).
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if version is not None and version[0] == 9 and half and not strict and not any(n % 8 or n > 128 for n in sizes):
         short = key.shape[-2] == 1 or (dropout_p and query.shape[-2] == 1)
         if not short and (dropout_p * 16).is_integer() and square:
             return "cudnn"

@@ -22,6 +22,7 @@ from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_workspace_bytes
 from checkmate.torch.graph.op_properties import PIECES
 from checkmate.torch.measure.estimates import estimate_ns, pieces_workspace_bytes
+from checkmate.torch.measure.profiler import described
 
 aten = torch.ops.aten
 
@@ -47,8 +48,7 @@ class EmulatedDevice:
     def lower(self, gm: fx.GraphModule) -> None:
         """Replace ops in a Dynamo graph, in place, if the device's op saves other tensors than the CPU's.
 
-        Raises:
-            OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing in a trace on the CPU.
+        Raises `OptionError` if part of the step is under ``torch.autocast("cuda")``, which does nothing in a trace on the CPU.
         """
         if self.device.kind != "cuda":
             return
@@ -79,11 +79,12 @@ class EmulatedDevice:
             node.meta["val"] = pytree.tree_map_only(FakeTensor, lambda t: _moved(t, moved), value)
 
     def costs(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
-        """Roofline times on the device, and workspace: measured for a CPU, modelled for a CUDA device."""
-        times = [estimate_ns(n, self.device) for n in nodes]
-        if self.device.kind == "cpu":
-            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.cpu_costs(nodes), strict=True)]
-        return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
+        """Costs that the profile has as measured; else roofline times, and workspace: measured for a CPU, modelled for CUDA."""
+        known = {n: self.device.measured.get(described(n) or "") for n in nodes} if self.device.measured else {}
+        others = [n for n in nodes if known.get(n) is None]
+        here = [c.workspace_bytes for c in self.cpu_costs(others)] if self.device.kind == "cpu" else map(self._workspace, others)
+        found = {n: (estimate_ns(n, self.device), workspace) for n, workspace in zip(others, here, strict=True)}
+        return [OpCost(*(known.get(n) or found[n])) for n in nodes]
 
     def _workspace(self, node: fx.Node) -> int:
         if PIECES in node.meta:

@@ -164,7 +164,8 @@ class _Forecast:
         if target.device.kind == "cpu":
             remarks.append("workspace was measured here, op by op; times are the least that the profile allows")
         else:
-            remarks.append(f"nothing was measured: no {name} was used; times are the least that its profile allows")
+            there = "but measured there for some ops" if target.device.measured else "times are the least that its profile allows"
+            remarks.append(f"nothing was measured: no {name} was used; {there}")
         if self.step.stateless:
             remarks.append(f"the state that {self.step.stateless} makes at its first step is not known, and counts as nothing")
         if target.cpu_only:

@@ -211,10 +211,8 @@ class SizeSearch:
     def found(self) -> MaxBatch:
         """The largest size.
 
-        Raises:
-            InfeasibleBudgetError: Proven: not even a size of one fits.
-            PlanNotFoundError: No size was confirmed by its own trace.
-            GraphError: The step has another structure at other sizes.
+        Raises `InfeasibleBudgetError` if not even a size of one fits, which is proven; `PlanNotFoundError` if no size was
+        confirmed by its own trace; `GraphError` if the step has another structure at other sizes.
         """
         tracer = self.tracer
         sizes = self._first_sizes()

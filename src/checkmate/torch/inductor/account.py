@@ -1,15 +1,14 @@
 """Memory of a compiled step, counted in the code that Inductor generates, before any kernel of it is built.
 
-Inductor generates a module as a list of lines: allocate, reuse, free, call a kernel. The complete list tells the memory of the
-module before its kernels are built, which is most of a compilation. Ops of other libraries allocate inside as well: their
-workspace is the measured workspace of the op.
+Inductor generates a module as a list of lines: allocate, reuse, free, call a kernel. Building kernels is most of a compilation.
+Ops of other libraries allocate inside as well: their workspace is the measured workspace of the op.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 from torch import fx
 
@@ -110,11 +109,9 @@ class Account:
         self._costs = costs
         self._modules: list[GeneratedModule] = []
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the modules that this thread generates inside."""
-        with watch_generated_modules(self._modules.append):
-            yield
+    def counting(self) -> AbstractContextManager[None]:
+        """Context that counts the modules that this thread generates inside."""
+        return watch_generated_modules(self._modules.append)
 
     def cost_ns(self, ns_per_byte: float) -> int:
         """Cost of the step: the ops of other libraries, and the bytes that all other kernels read and write."""
@@ -153,12 +150,8 @@ class Account:
         heap.run(backward, self._costs)
         backward_peak_bytes = heap.peak_bytes
         heap.keep_only(backward.outputs)
-        return StepMemory(
-            forward_peak_bytes=forward_peak_bytes,
-            saved_bytes=saved_bytes,
-            backward_peak_bytes=backward_peak_bytes,
-            gradient_bytes=heap.live_bytes,
-        )
+        peaks = {"forward_peak_bytes": forward_peak_bytes, "backward_peak_bytes": backward_peak_bytes}
+        return StepMemory(**peaks, saved_bytes=saved_bytes, gradient_bytes=heap.live_bytes)
 
     def memory_of_whole_step(self) -> StepMemory | None:
         """Memory of a step that is one module; None if it is not known, as for `memory`."""

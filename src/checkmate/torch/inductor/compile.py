@@ -54,7 +54,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         first.kernels.build()
         first.store()
         return first
-    chosen = search.choose(trials.counted(), trials.compile_again, trials.measure, lambda at: trials.compiled[at].cost_ns)
+    chosen = search.choose(first.counted, trials.compile_again, trials.measure, lambda at: trials.compiled[at].cost_ns)
     if chosen is None:
         least = _give_up(compilation, search)
         if trials.key is not None:
@@ -133,22 +133,17 @@ class _Trials:
     def compile(self) -> CompiledGraph:
         """Generate the code of the next plan."""
         whole = WholeStep() if self._compilation.hooks.whole else None
-        given = self._gm, self._inputs, self._task, self._compilation.options
-        made = generate(*given, self._patches, whole, self._problem, self._as_stock)
+        make = functools.partial(generate, self._gm, self._inputs, self._task, self._compilation.options)
+        made = make(self._patches, whole, self._problem, self._as_stock)
         if self._as_stock and self._compilation.ranks is None and made.counted is None and made.joint is not None:
             # Code from Inductor's cache has no lines to count, and cannot be compared.
-            made = generate(*given, {**self._patches, "fx_graph_cache": False}, whole, self._problem, self._as_stock)
+            made = make({**self._patches, "fx_graph_cache": False}, whole, self._problem, self._as_stock)
         self.compiled.append(made)
         return made
 
     def compile_again(self) -> StepMemory | None:
         """Generate the code of another plan, and count its memory."""
-        self.compile()
-        return self.counted()
-
-    def counted(self) -> StepMemory | None:
-        """The memory that was counted in the newest code."""
-        return self.compiled[-1].counted
+        return self.compile().counted
 
     def measure(self, index: int) -> StepMemory:
         """The measured memory of a compilation, whose kernels are built for the measurement."""
@@ -182,14 +177,9 @@ def _plan(
     graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members), partitions)
     if kinds:
         result = msgspec.structs.replace(result, remarks=(*result.remarks, *(f"in pieces: {kind.description}" for kind in kinds)))
-    if on_gpu:
-        return dataclasses.replace(capture, graph=graph), result
-    for o in search.chains.stored:
-        node = capture.members[o].node
-        assert node is not None
-        if node.all_input_nodes:  # an op without inputs, such as a constant, is cheaper inlined than read from memory
+    if not on_gpu:
+        stored = [node for o in search.chains.stored if (node := capture.members[o].node) is not None]
+        # An op without inputs, such as a constant, is cheaper inlined than read. Ops of several outputs may be inlined too.
+        for node in (*(n for n in stored if n.all_input_nodes), *(g for member in capture.members for g in member.getitems)):
             node.meta["inductor_realize_to_strides"] = True
-    for member in capture.members:  # Inductor may inline ops of several outputs too, such as pooling with indices
-        for getitem in member.getitems:
-            getitem.meta["inductor_realize_to_strides"] = True
     return dataclasses.replace(capture, graph=graph), result

@@ -24,7 +24,6 @@ from checkmate.torch._compat.aot import (
     mark_static,
     regions_as_hints,
     save_any_number,
-    saved_symbols,
     tell_parameters,
 )
 from checkmate.torch._compat.inductor import (
@@ -78,7 +77,6 @@ class CompiledGraph:
     counted: StepMemory | None = None  # memory of its step, as counted in its code; None if not known
     cost_ns: int | None = None  # cost of its step, as counted in its code
     memory: StepMemory | None = None  # measured memory; None without a budget
-    num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
     entry: CacheEntry | None = None  # for AOTAutograd's cache; None for code from there, and for code that cannot be stored
 
     @property
@@ -130,14 +128,10 @@ class PlanPartitioner(CustomPartitionerFn):
         Before there is a plan, a hash of everything that will decide the plan, for AOTAutograd's cache, which has the graph in
         its key. None bypasses that cache.
         """
+        decides = self._problem
         if self.planned is not None:
-            interface, result = self.planned
-            text = f"{self._settings} {interface.graph.digest} {result.plan.order}"
-        elif self._problem is not None:
-            text = f"{self._settings} {self._problem}"
-        else:
-            return None
-        return hashlib.sha256(text.encode()).hexdigest()
+            decides = f"{self.planned[0].graph.digest} {self.planned[1].plan.order}"
+        return None if decides is None else hashlib.sha256(f"{self._settings} {decides}".encode()).hexdigest()
 
     def _record_plan(self, joint: CapturedJoint, result: Result) -> None:
         self.joint, self.planned = joint, (GraphInterface.of(joint), result)
@@ -210,7 +204,6 @@ def generate(
         planned=partitioner.planned,
         joint=joint,
         whole=whole,
-        num_symbols=modules.num_symbols,
         entry=cache.entries[-1] if cache.entries else None,
     )
     if compiled.planned is None and cache.note is not None:
@@ -229,7 +222,6 @@ class _Modules:
 
     def __init__(self, partitioner: PlanPartitioner, whole: WholeStep | None, *, repeats: bool) -> None:
         self.callables: dict[str, ReplaceableCallable] = {}
-        self.num_symbols = 0
         self._partitioner, self._whole, self._repeats = partitioner, whole, repeats
 
     def loaded(self, which: str, run: Callable[..., Any]) -> ReplaceableCallable:
@@ -240,9 +232,8 @@ class _Modules:
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
         """Inductor's `inner_compile`, which compiles the forward or the backward."""
         which = "backward" if kwargs.get("is_backward") else "forward"
-        joint, whole = self._partitioner.joint, self._whole
-        if which == "forward" and joint is not None:
-            self.num_symbols += saved_symbols(module, joint.capture.num_fwd_outputs)
+        whole = self._whole
+        if which == "forward" and self._partitioner.joint is not None:
             save_any_number()
         # A planned graph has its layouts already (`with_channels_last`); other layouts would take other bytes.
         choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference")) and whole is None

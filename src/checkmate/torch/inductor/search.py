@@ -57,8 +57,7 @@ class CalibratedSearch:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
     The compiler calls `plan`, and `choose` has it compile again. If several ranks plan together, rank 0 chooses for all of them,
-    from the largest memory of any rank; every rank then makes the same calls in the same order. The fingerprint is a hash of
-    everything except the graph that decides the measured memory of a compiled plan.
+    from the largest memory of any rank; every rank then makes the same calls in the same order.
     """
 
     chains: ContractChains  # the graph with its chains contracted, once `plan` has seen it
@@ -67,18 +66,16 @@ class CalibratedSearch:
         self.trials: list[Trial[CompiledPlan]] = []  # in the order in which they were compiled
         self.budget_bytes, self.limit_bytes = 0, sys.maxsize  # the limit is above the resident bytes
         self._compilation = compilation
-        self._options = compilation.options.planning
-        self._ranks = compilation.ranks
+        self._options, self._ranks = compilation.options.planning, compilation.ranks
         self._leads = self._ranks is None or self._ranks.rank == 0
-        self._fingerprint = compiler_fingerprint
-        self._digest = ""  # of the captured graph
+        self._fingerprint, self._digest = compiler_fingerprint, ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._share: StepAllotment | None = None  # the allotment whose order is compiled
         self._order: tuple[int, ...] = ()  # of the next plan to compile, or of the newest compiled one
         self._ended = False  # no other plan is worth a compilation, partitions apart
         self._partitions: Partitions | None = None
-        self._is_partition = False  # whether the order is one of a partition, which has all ops of the captured graph
-        self._budgets, self._tenths = iter(range(10, 0, -1)), 0  # tenths of an `activation_memory_budget`: to try, and the newest
+        # Tenths of an `activation_memory_budget`: to try, and of the order, if it is one of a partition: of the captured graph.
+        self._budgets, self._tenths = iter(range(10, 0, -1)), 0
         self._cost_of: Callable[[int], int | None] = lambda index: None
         self._target_bytes = 0
         # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
@@ -117,7 +114,7 @@ class CalibratedSearch:
             )
         if self._options.plan is not None:
             return GivenPlan(self._options.plan)(graph)
-        if not self._is_partition:
+        if not self._tenths:
             return result_of_order(graph, self.chains.invert(self._order))
         result = result_of_order(graph, self._order)
         remark = f"PyTorch's own partition for activation_memory_budget={self._tenths / 10}"
@@ -136,8 +133,7 @@ class CalibratedSearch:
         contracted = self.chains.contracted
         self._store = PlanStore(f"{msgspec.structs.replace(contracted, resident_bytes=0).digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
-            self._fixed = self._ended = True
-            self._order = self._keeps_everything()
+            self._fixed, self._order = True, self._keeps_everything()
             return
         # The cost of fused code is not known to less than a gap of 1 %, and a minute of search is as long as a compilation.
         self._replanner = Replanner(contracted, self._options, gap=0.01)
@@ -147,8 +143,7 @@ class CalibratedSearch:
             self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, self._most_bytes = self._store.monotone_bounds(self.limit_bytes)
         if share is not None and share.order is not None:
-            self._fixed = self._ended = True
-            self._share, self._order = share, self.chains.apply_order(share.order)
+            self._fixed, self._share, self._order = True, share, self.chains.apply_order(share.order)
         else:
             order = self._remembered() or self._next_order()
             assert order is not None
@@ -159,12 +154,11 @@ class CalibratedSearch:
 
     def _remembered(self) -> tuple[int, ...] | None:
         """The cheapest plan that an earlier run measured within the bounds."""
-        graph = self.chains.contracted
-        known: list[tuple[int, tuple[int, ...]]] = []
+        graph, known = self.chains.contracted, list[tuple[int, tuple[int, ...]]]()
         for plan in self._store.all():
             if self._least_bytes <= plan.memory.peak_bytes <= self._most_bytes:
                 try:
-                    known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
+                    known.append((_simulated(graph, plan.order)[1], plan.order))
                 except (CheckmateError, IndexError):
                     _log.warning("a plan in the store of measured plans is not valid for its graph and is not used")
         return min(known, default=(0, None))[1]
@@ -178,8 +172,7 @@ class CalibratedSearch:
     ) -> int | None:
         """Index of the cheapest compilation whose measured memory keeps the budget; None if none does.
 
-        The code of a new compilation may tell its counted memory. Others are made if another plan is worth it, and any
-        compilation can be measured by its index, which also tells the cost of its code. Without a budget nothing is measured.
+        The code of a compilation may tell its counted memory, and ``cost_of`` its cost. Without a budget nothing is measured.
         """
         self._cost_of = cost_of
         while True:
@@ -201,24 +194,18 @@ class CalibratedSearch:
 
     def _measured_before(self) -> StepMemory | None:
         """Memory of the newest compiled plan as an earlier run measured it; None if it is not known on every rank."""
-        if self._ranks is not None or self._fixed or self._is_partition:
+        if self._ranks is not None or self._fixed or self._tenths:
             return None
         return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
 
     def _record(self, memory: StepMemory, *, measured: bool) -> None:
         """Record the memory of the newest compiled plan: the largest of any rank."""
         memory, measured = self._largest(memory, measured)
-        graph = self._graph if self._is_partition else self.chains.contracted
-        timeline = simulate(graph, Plan.from_order(graph, self._order))
-        planned = timeline.peak_bytes - graph.resident_bytes
-        trial = Trial(
-            target_bytes=self._target_bytes,
-            planned_bytes=planned,
-            needed_bytes=memory.peak_bytes,
-            cost=timeline.cost,
-            measured=measured,
-            outcome=CompiledPlan(self._order, memory, self._cost_of(len(self.trials)), self._is_partition),
-        )
+        graph = self._graph if self._tenths else self.chains.contracted
+        planned, cost = _simulated(graph, self._order)
+        sizes = {"target_bytes": self._target_bytes, "planned_bytes": planned, "needed_bytes": memory.peak_bytes}
+        outcome = CompiledPlan(self._order, memory, self._cost_of(len(self.trials)), bool(self._tenths))
+        trial = Trial(**sizes, cost=cost, measured=measured, outcome=outcome)
         self.trials.append(trial)
         how = "measured" if measured else "counted in its code"
         _log.info("compiled: planned %s, %s %s", format_bytes(planned), how, format_bytes(memory.peak_bytes))
@@ -229,30 +216,26 @@ class CalibratedSearch:
         memory, _ = self._largest(memory, measured=True)
         trial = self.trials[index]
         _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))
-        outcome, self._ended = replace(trial.outcome, memory=memory), self._fixed
+        outcome, self._ended = replace(trial.outcome, memory=memory), False
         trial = self.trials[index] = replace(trial, needed_bytes=memory.peak_bytes, measured=True, outcome=outcome)
         self._remember(trial)
 
     def _remember(self, trial: Trial[CompiledPlan]) -> None:
-        own = not trial.outcome.partition
-        if own and trial.measured and self.measures and self._options.plan is None and self._leads:
+        mine = self._leads and self.measures and self._options.plan is None and not trial.outcome.partition
+        if mine and trial.measured:
             self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory))
 
     def _another(self) -> bool:
         """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
-        if not self._ended:
-            order = self._next_order()
-            self._ended = order is None or any(order == t.outcome.order for t in self._own)
-            if order is not None and not self._ended:
-                self._order, self._is_partition = order, False
-                return True
-        return self._next_partition()
+        order = None if self._ended or self._fixed else self._next_order()
+        self._ended = order is None or any(order == t.outcome.order for t in self._own)
+        if order is None or self._ended:
+            return self._next_partition()
+        self._order, self._tenths = order, 0
+        return True
 
     def _next_partition(self) -> bool:
-        """Whether the code of another partition of PyTorch is worth generating; if so, `plan` returns it from now on.
-
-        The first that fits is the cheapest one, and the code of the others is no cheaper than that of the one before.
-        """
+        """Whether the code of another partition of PyTorch is worth generating: the first that fits is the cheapest one."""
         tried = [t for t in self.trials if t.outcome.partition]
         if self._partitions is None or any(t.outcome.cost is None for t in self.trials) or any(map(self._fits, tried)):
             return False
@@ -264,7 +247,7 @@ class CalibratedSearch:
             if order is None or (tried and order == tried[-1].outcome.order):
                 continue
             if StepMemory.of(self._graph, Plan.from_order(self._graph, order)).saved_bytes <= self._most_bytes:
-                self._order, self._is_partition, self._tenths = order, True, tenths
+                self._order, self._tenths = order, tenths
                 return True
         return False
 
@@ -314,10 +297,9 @@ class CalibratedSearch:
         limit, policy, own = self._most_bytes, self._policy, self._own
         if policy.next_target(own, limit) is None:
             return None
-        if own and own[-1].within(limit):
-            last = own[-1].outcome
-            if last.memory.peak_bytes >= AIM * self._predicted(last.order):
-                return None  # as predicted: another search would choose the same plan
+        last = own[-1].outcome if own and own[-1].within(limit) else None
+        if last is not None and last.memory.peak_bytes >= AIM * self._predicted(last.order):
+            return None  # as predicted: another search would choose the same plan
         found = self._predicted_to_fit(limit)
         if found is None or found.cost > policy.worthwhile_cost(own, limit):
             return None
@@ -326,8 +308,8 @@ class CalibratedSearch:
 
     def _predicted_to_fit(self, limit_bytes: int) -> Trial[tuple[int, ...]] | None:
         """The cheapest plan whose code is predicted to keep the limit, or the plan closest to that; None if none is found."""
-        graph = self.chains.contracted
-        predictions: Calibration[tuple[int, ...]] = Calibration(limit_bytes, replace(self._policy, most_trials=6))
+        graph, policy = self.chains.contracted, replace(self._policy, most_trials=6)
+        predictions = Calibration[tuple[int, ...]](limit_bytes, policy)
         while (target := predictions.next_target()) is not None:
             try:
                 found = self._replanner(graph.resident_bytes + target)
@@ -340,26 +322,15 @@ class CalibratedSearch:
             order = in_graph_order(graph, found.plan.order, max(found.peak_bytes, graph.resident_bytes + target))
             if any(order == t.outcome for t in predictions.trials):
                 break
-            predictions.record(
-                Trial(
-                    target_bytes=target,
-                    planned_bytes=simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes,
-                    needed_bytes=self._corrected(self._predicted(order)),
-                    cost=found.cost,
-                    measured=False,
-                    outcome=order,
-                )
-            )
+            planned, needed = _simulated(graph, order)[0], self._corrected(self._predicted(order))
+            sizes = {"target_bytes": target, "planned_bytes": planned, "needed_bytes": needed}
+            predictions.record(Trial(**sizes, cost=found.cost, measured=False, outcome=order))
             if not target:
                 break
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
 
     def _corrected(self, predicted_bytes: int) -> int:
-        """A predicted peak, corrected by the memory of the trials so far.
-
-        One trial tells the memory that the compiler adds to any plan. This memory need not shrink with the plan: two trials tell
-        by how much a step shrinks for each predicted byte.
-        """
+        """A predicted peak, corrected: a trial tells what the compiler adds, and two tell how much of a byte less is left."""
         known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self._own]
         if not known:
             return predicted_bytes
@@ -371,14 +342,18 @@ class CalibratedSearch:
         return predicted_peak(self.chains, order)
 
 
+def _simulated(graph: Graph, order: Sequence[int]) -> tuple[int, int]:
+    """Peak above the resident bytes, and cost, of the plan of an order."""
+    timeline = simulate(graph, Plan.from_order(graph, order))
+    return timeline.peak_bytes - graph.resident_bytes, timeline.cost
+
+
 def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
     """The computations of a plan in the order of the graph, except near computations for which that exceeds a limit.
 
-    A search for plans may order the ops of equal layers differently, because it makes no difference to the search. It makes a
-    difference to Inductor: layers that are equal op for op are compiled once (see `repeats`).
-
-    Every op is computed first at its place in the graph, and again just before it is read. If that takes more than the limit,
-    the computations around keep their order.
+    Inductor compiles layers once that are equal op for op (see `repeats`); a search may order their ops differently. Every op is
+    computed first at its place in the graph, and again just before it is read. If that takes more than the limit, the
+    computations around keep their order.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
@@ -415,9 +390,7 @@ def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tupl
 
 def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
     """Places in an order: first computations in the order of the graph, and all others before their first reader."""
-    newest: dict[int, int] = {}
-    first: dict[int, int] = {}
-    sources: list[list[int]] = []
+    newest, first, sources = dict[int, int](), dict[int, int](), list[list[int]]()
     for p, o in enumerate(order):
         made_by = {graph.producer[v] for v in graph.ops[o].inputs}
         sources.append(sorted((newest[m] for m in made_by if m in newest), key=lambda s: (order[s], s)))

@@ -86,14 +86,13 @@ _RESERVED: dict[tuple[int | None, bool], _Reserved] = {}
 class ReservedMemory:
     """Memory that the CUDA allocator holds while a plan runs, if one block, the arena, was reserved for the plan before.
 
-    A call predicts the bytes. Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither
-    pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
+    Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither pool nor arena.
     """
 
     def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
-        self._device, self._steps = None if device is None else torch.device(device.type, _index(device)), 0
-        pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
-        self._key = None if device is None else _index(device), pooled
+        index = None if device is None else torch.cuda.current_device() if device.index is None else device.index
+        self._device, self._steps = None if index is None else torch.device("cuda", index), 0
+        self._key = index, whole and index is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
         self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -159,26 +158,16 @@ class ReservedMemory:
         return CachingAllocator(held=found.held, in_use=found.in_use) if self._key[1] else found
 
 
+@functools.cache
 def warm_up(device: torch.device | None) -> None:
     """Have the matrix library of a CUDA device allocate its workspaces, and thereby count them as resident bytes.
 
-    cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, and PyTorch has a handle for each thread
-    (aten/src/ATen/cuda/CublasHandlePool.cpp): one for the thread of the forward, one for the thread of autograd's backward. The
-    caching allocator allocates a workspace at the first product. If that product is in a planned step, the plan does not include
-    the workspace.
+    cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, from the first product on, and PyTorch has a
+    handle for each thread (aten/src/ATen/cuda/CublasHandlePool.cpp). This is one product in the thread of the forward and one in
+    that of the backward, by both libraries, for the dtypes of training.
     """
-    if device is not None:
-        _products(device.type, _index(device))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
-def _products(kind: str, index: int) -> None:
-    """Multiply once in each thread, by both libraries, for the dtypes of training."""
-    device = torch.device(kind, index)
+    if device is None:
+        return
     with no_modes(), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             try:

@@ -58,9 +58,8 @@ _OF_SLICE: dict[str, int] = {}
 class Profiler:
     """Costs of FX nodes, measured or read from a store.
 
-    Args:
-        store: Store of measured costs; the user's cost cache by default.
-        inputs: Functions that return the inputs of the graph without keeping them alive.
+    The store is the user's cost cache by default. ``inputs`` are functions that return the inputs of the graph without keeping
+    them alive.
     """
 
     def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:
@@ -111,18 +110,24 @@ def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_se
 
     ``settings`` returns the settings of a device that choose its kernels; they are part of the text.
     """
+    call = described(node)
+    if call is None:
+        return None
+    tensors = leaves(node.meta.get("val"))
+    fx.map_arg(call_of(node)[1:], lambda n: tensors.extend(leaves(n.meta.get("val"))))
+    devices = {t.device for t in tensors}
+    # The way of measuring is a part: times measured in other ways are not mixed with these.
+    return " ".join([call, "least of three passes", *sorted({settings(d) for d in devices or {torch.device("cpu")}})])
+
+
+def described(node: fx.Node) -> str | None:
+    """An op with its arguments, as text; None for an op that cannot be run in isolation."""
     target, args, kwargs = call_of(node)
     if not isinstance(target, OpOverload) or is_collective(node):
         return None
     if target is UPDATE:
         args = (*args[:2], updates_of(args[2]).describe(args[3]))
-    tensors = leaves(node.meta.get("val"))
-    fx.map_arg((args, kwargs), lambda n: tensors.extend(leaves(n.meta.get("val"))))
-    devices = {t.device for t in tensors}
-    # The way of measuring is a part: times measured in other ways are not mixed with these.
-    parts = [str(target), _describe(args), _describe(kwargs), "least of three passes"]
-    parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
-    return " ".join(parts)
+    return f"{target} {_describe(args)} {_describe(kwargs)}"
 
 
 def _describe(argument: Any) -> str:
@@ -136,7 +141,7 @@ def _describe(argument: Any) -> str:
         return "(" + ",".join(_describe(a) for a in argument) + ")"
     if isinstance(argument, dict):
         return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in sorted(argument.items())) + "}"
-    return repr(argument)
+    return argument.type if isinstance(argument, torch.device) else repr(argument)
 
 
 def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +28,12 @@ from torch.fx.node import has_side_effect
 from checkmate.core.plan import HostMemory
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 
-Direction: TypeAlias = Literal["out", "in"]
-
 
 class HostBuffers:
-    """One buffer on the host for each device, with the bytes of the copies in it now and their maximum so far.
-
-    All plans share it, for no copy outlives its step, and one step runs at a time.
-    """
+    """One buffer on the host for each device, for all plans: no copy outlives its step, and one step runs at a time."""
 
     def __init__(self) -> None:
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0  # of the copies now, and at most so far
         self.whole: dict[torch.device, npt.NDArray[np.uint8]] = {}  # no tensors, which would count as resident memory of a CPU
         self._running = threading.Lock()
 
@@ -97,7 +92,8 @@ def offload(tensor: torch.Tensor, offset: int) -> HostCopy:
 
 
 def _sent(tensor: torch.Tensor, buffer: torch.Tensor) -> HostCopy:
-    where = _bytes_of(tensor)
+    storage = tensor.untyped_storage()
+    where = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
     copy = HostCopy(buffer, meaning)
     copy.sent = _copy("out", buffer, where, tensor.device, after=lambda: None)
@@ -169,12 +165,12 @@ def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable
 
 
 @functools.cache
-def _engine(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+def _engine(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def _copy(
-    direction: Direction, into: torch.Tensor, source: torch.Tensor, device: torch.device, after: Callable[[], None]
+    direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, device: torch.device, after: Callable[[], None]
 ) -> Callable[[], None]:
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
@@ -186,12 +182,6 @@ def _copy(
         into.copy_(source, non_blocking=True)
     done = stream.record_event()
     return lambda: torch.cuda.current_stream(device).wait_event(done)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor as a tensor of bytes; nothing is allocated."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _synchronize(device: torch.device) -> None:
