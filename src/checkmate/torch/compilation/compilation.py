@@ -66,7 +66,7 @@ class Compilation:
             accumulated=lambda count: account.accumulated if count == len(account.inputs) else frozenset(),
             on_planned=self.executable.on_planned,
             on_unplannable=self._unplannable,
-            grouped=options.budget_of != "reserved",  # segments are predicted for the requests of single updates
+            most_workspace_bytes=2 ** (20 if options.budget_of == "reserved" else 63),  # a larger request is in other segments
             counted=account.counted,
             room=self.planner.room if account.is_bounded and self._budget is not None else None,
             measures_beyond=self.ranks is None,

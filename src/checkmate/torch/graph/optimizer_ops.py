@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import optim
+from torch import fx, optim
 
 from checkmate.torch.graph.storages import leaves
 
@@ -40,7 +40,7 @@ class Updates:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.key = next(_KEYS)  # identifies it in graphs
-        self._at = [
+        self.places = [
             (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.requires_grad
         ]
         step = type(optimizer).step
@@ -52,35 +52,18 @@ class Updates:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that require a gradient, in the order of their updates."""
-        return [self.parameter(which) for which in range(len(self._at))]
+        return [self.parameter(which) for which in range(len(self.places))]
 
     def parameter(self, which: int) -> torch.Tensor:
         """A parameter."""
-        g, i = self._at[which]
+        g, i = self.places[which]
         return self.optimizer.param_groups[g]["params"][i]
-
-    def run(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters in one call: run the optimizer's step on copies of their groups that have only them."""
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        chosen: dict[int, list[torch.Tensor]] = {}
-        for (g, i), gradient in zip([self._at[k] for k in which], gradients, strict=True):
-            parameter = groups[g]["params"][i]
-            parameter.grad = gradient
-            chosen.setdefault(g, []).append(parameter)
-        optimizer.param_groups = [{**groups[g], "params": parameters} for g, parameters in chosen.items()]
-        try:
-            self.step(optimizer)
-        finally:
-            optimizer.param_groups = groups
-            for parameter in itertools.chain(*chosen.values()):
-                parameter.grad = None
 
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
-        group = self.group(which)
         dummy = torch.nn.Parameter(parameter)
         shadow = type(self.optimizer)([dummy])  # type: ignore[call-arg]  # Adagrad has a state from then on
-        shadow.param_groups = [{**group, "params": [dummy]}]
+        shadow.param_groups = [{**self.group(which), "params": [dummy]}]
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:
             dummy.grad = gradient
@@ -91,7 +74,7 @@ class Updates:
 
     def group_index(self, which: int) -> int:
         """Index of the group of a parameter."""
-        return self._at[which][0]
+        return self.places[which][0]
 
     def group(self, which: int) -> dict[str, Any]:
         """The group of a parameter."""
@@ -154,19 +137,32 @@ def updates_of(key: int) -> Updates:
     return _LIVE[key]
 
 
+def in_loops(graph: fx.Graph) -> bool:
+    """Whether an optimizer of a graph updates one parameter after the other in each call, as it does by default on a CPU."""
+    groups = [updates_of(n.args[2]).group(n.args[3]) for n in graph.find_nodes(op="call_function", target=UPDATE)]
+    return any(not g.get("fused") and not g.get("foreach", False) and g["params"][0].device.type == "cpu" for g in groups)
+
+
 @torch.library.register_fake("checkmate::gradient_ready", lib=_library)
 def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
     return gradient.new_empty(0)
 
 
-@torch.library.impl(_library, "update", "CompositeExplicitAutograd")
-def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> None:
-    update_parameters((gradient,), optimizer, (which,))
-
-
 def update_parameters(gradients: Sequence[torch.Tensor], optimizer: int, which: Sequence[int]) -> None:
-    """Update the parameters ``which`` of an optimizer by their gradients, in one call."""
-    _LIVE[optimizer].run(which, gradients)
+    """Update some parameters of an optimizer in one call of its step, on copies of their groups that have only them."""
+    updates = _LIVE[optimizer]
+    groups, chosen = updates.optimizer.param_groups, dict[int, list[torch.Tensor]]()
+    for (g, i), gradient in zip([updates.places[k] for k in which], gradients, strict=True):
+        parameter = groups[g]["params"][i]
+        parameter.grad = gradient
+        chosen.setdefault(g, []).append(parameter)
+    updates.optimizer.param_groups = [{**groups[g], "params": parameters} for g, parameters in chosen.items()]
+    try:
+        updates.step(updates.optimizer)
+    finally:
+        updates.optimizer.param_groups = groups
+        for parameter in itertools.chain(*chosen.values()):
+            parameter.grad = None
 
 
 def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:

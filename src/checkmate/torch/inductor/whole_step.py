@@ -53,7 +53,7 @@ class WholeStep:
             found = zip(nodes, task.costs(nodes), strict=True)
             return [cost._replace(workspace_bytes=0) if n.target is UPDATE else cost for n, cost in found]
 
-        planned = plan_whole_step(module, dataclasses.replace(task, costs=costs, grouped=False))
+        planned = plan_whole_step(module, dataclasses.replace(task, costs=costs, most_workspace_bytes=None))
         _refuse_shared_storages(planned.graph)
         writer = _UpdateWriter(planned.graph)
         for node in planned.graph.find_nodes(op="call_function", target=UPDATE):

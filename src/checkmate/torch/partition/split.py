@@ -18,6 +18,7 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.frontend.counted_memory import Counted
 from checkmate.torch._compat.aot import default_partition, is_tangent
+from checkmate.torch.graph.optimizer_ops import in_loops
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.measure.profiler import announce_measurements, is_guessed, lacked_room
 from checkmate.torch.measure.resident import within_room
@@ -47,7 +48,7 @@ class Task:
     on_planned: Callable[[CapturedJoint, Result], None]  # called before anything runs
     on_unplannable: Callable[[GraphError], None]  # raises, or returns and the graph runs as in PyTorch
     hold_last: bool = False  # the caller still holds the results of the step before
-    grouped: bool = True  # whether updates that can wait for others run with them in one call
+    most_workspace_bytes: int | None = sys.maxsize  # temporary tensors of one call for several updates; None for no such calls
     counted: Counted | None = None  # bytes of a plan that count against the budget
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
@@ -208,9 +209,9 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
-    plan, groups = group_updates(capture.graph, result.plan, task.counted) if task.grouped else (result.plan, [])
-    result = msgspec.structs.replace(result, plan=plan)
-    imposed = apply_plan(capture, plan)
+    budget_bytes, most = 0 if in_loops(prepared.graph) else result.budget_bytes, task.most_workspace_bytes
+    result, groups = (result, []) if most is None else group_updates(capture.graph, result, budget_bytes, task.counted, most)
+    imposed = apply_plan(capture, result.plan)
     call_in_groups(imposed, groups)
     with within_room(room):
         _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))

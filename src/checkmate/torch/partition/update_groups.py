@@ -2,7 +2,8 @@
 
 A graph has one update for each parameter, and a plan runs it as soon as the gradient is complete. A call of the optimizer takes
 time that does not depend on the number of its parameters: Python code, and on a GPU a dozen launches. An update can run later
-than planned, together with others, if their gradients fit into memory until then. No group raises the peak of its plan.
+than planned, together with others, if their gradients fit into the budget until then. The budget of a step without one is its
+peak. Under Inductor updates stay single: their ops are compiled, without a call, and fused with the ops of their gradients.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import fx
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Discard, Free, Plan, with_frees
+from checkmate.core.result import Result
 from checkmate.core.simulate import Timeline, simulate
-from checkmate.frontend.counted_memory import Counted
+from checkmate.frontend.counted_memory import Counted, counted_bytes
 from checkmate.studies.lifetimes import StorageLifetime, storage_lifetimes
 from checkmate.torch.graph.optimizer_ops import UPDATE, update_parameters
 
@@ -37,26 +39,31 @@ class Update(NamedTuple):
 Group = Sequence[Update]  # runs in one call: ``foreach`` then has the temporary tensors of all its parameters at once
 
 
-def group_updates(graph: Graph, plan: Plan, counted: Counted | None) -> tuple[Plan, list[Group]]:
-    """The plan with updates postponed into as few groups as possible without a higher peak, and the groups in its order.
+def group_updates(
+    graph: Graph, result: Result, budget_bytes: int, counted: Counted | None, most_workspace_bytes: int
+) -> tuple[Result, list[Group]]:
+    """The result with updates postponed into as few groups as possible within a budget, and the groups in its order.
 
-    ``counted`` gives the bytes of a plan that count against the budget, if these are more than its peak: they do not rise either.
+    Its peak is that of the calls; it does not rise if that saves none. ``counted`` gives the bytes of a plan that count against
+    the budget, if these are more. A call for several updates has at most ``most_workspace_bytes`` of temporary tensors.
     """
-    timeline = simulate(graph, plan)
-    updates, limit = _updates(timeline), timeline.peak_bytes
-    for _ in range(3 if updates else 0):
-        groups = _groups(timeline, updates, limit)
-        postponed = _postponed(graph, plan, groups)
+    timeline, least = simulate(graph, result.plan), counted_bytes(graph, result, counted)
+    updates, most = _updates(timeline), max(least, budget_bytes)
+    limit = timeline.peak_bytes + most - least
+    for _ in range(4 if updates else 0):
+        limits = min(limit, timeline.peak_bytes), limit
+        groups = min((_groups(timeline, updates, n, most_workspace_bytes) for n in limits), key=len)
+        postponed = _postponed(graph, result.plan, groups)
         ops, workspace = [*graph.ops], {group[0]: sum(u.workspace_bytes for u in group) for group in groups}
         for u in updates:
             ops[u.op] = msgspec.structs.replace(ops[u.op], workspace_bytes=workspace.get(u, 0))
         as_run = msgspec.structs.replace(graph, ops=ops), msgspec.structs.replace(postponed, graph_digest="")
         after = simulate(*as_run)
-        excess = max(after.peak_bytes - timeline.peak_bytes, 0 if counted is None else counted(*as_run) - counted(graph, plan))
+        excess = (after.peak_bytes if counted is None else counted(*as_run)) - most
         if excess <= 0 and after.cost == timeline.cost:  # no longer waits for copies
-            return postponed, groups
-        limit -= excess
-    return plan, [[update] for update in updates]
+            return msgspec.structs.replace(result, plan=postponed, peak_bytes=after.peak_bytes), groups
+        limit = limit - excess if excess > 0 else timeline.peak_bytes
+    return result, [[update] for update in updates]
 
 
 def call_in_groups(module: fx.GraphModule, groups: Sequence[Group]) -> None:
@@ -86,7 +93,7 @@ def _updates(timeline: Timeline) -> list[Update]:
     ]
 
 
-def _groups(timeline: Timeline, updates: Group, limit: int) -> list[Group]:
+def _groups(timeline: Timeline, updates: Group, limit: int, most_workspace_bytes: int) -> list[Group]:
     """The fewest groups of consecutive updates, each of which runs in the place of its last one.
 
     A group that is possible is also possible without its first updates: the longest group at each place makes the fewest.
@@ -95,15 +102,16 @@ def _groups(timeline: Timeline, updates: Group, limit: int) -> list[Group]:
     while k < len(updates):
         held, end, waiting, deadline = timeline.bytes.copy(), k + 1, set[StorageLifetime](), len(timeline.bytes)
         for j, update in enumerate(updates[k:], k):
-            if held[update.at] + sum(u.workspace_bytes for u in updates[k:j]) <= limit:
+            before = sum(u.workspace_bytes for u in updates[k:j])
+            if held[update.at] + before <= limit and before + update.workspace_bytes <= most_workspace_bytes:
                 end = max(end, j + 1)
             for storage in {*update.reads} - waiting:
                 held[storage.gone_at :] += timeline.graph.values[storage.value].size_bytes
             waiting.update(update.reads)
             deadline = min(deadline, update.deadline)
             following = updates[j + 1].at if j + 1 < len(updates) else deadline
-            # The peak of the step stays the plan's: an update that has it is not postponed.
-            has_peak = timeline.bytes[update.at] == timeline.peak_bytes
+            # Within the peak of the plan, an update that has it is not postponed: the peak stays, and is known to the byte.
+            has_peak = timeline.bytes[update.at] == timeline.peak_bytes >= limit
             if has_peak or following >= deadline or held[update.at + 1 : following].max(initial=0) > limit:
                 break
         groups.append(updates[k:end])

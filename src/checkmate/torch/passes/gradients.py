@@ -191,7 +191,8 @@ def _hoist(graph: fx.Graph) -> None:
         for key in _storages(node.all_input_nodes):
             readers.setdefault(key, []).append(node)
     order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in [n for n in graph.nodes if n.op == "call_function" and _moves(n)]:
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    for node in [n for n in calls if (known := op_properties(n)).mutates == (0,) and not known.sequenced]:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         before = [r for key in _storages([target]) for r in readers[key] if r is not node and r.op == "call_function"]
@@ -200,11 +201,6 @@ def _hoist(graph: fx.Graph) -> None:
         last = max([*before, *node.all_input_nodes], key=order.__getitem__)
         if last.op != "placeholder":
             last.append(node)
-
-
-def _moves(node: fx.Node) -> bool:
-    known = op_properties(node)
-    return known.mutates == (0,) and not known.sequenced
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
