@@ -439,6 +439,10 @@ def nerf() -> Any:
     return loss, (p, _normal(128, 3), _normal(128, 3, seed=2), jax.nn.sigmoid(_normal(128, 3, seed=3)))
 
 
+def _joined(left: Any, right: Any) -> Any:
+    return left[0] * right[0], left[1] * right[0] + right[1]
+
+
 @program("state-spaces ports (S5, mamba-jax)")
 def state_space() -> Any:
     """A linear recurrence by `associative_scan`, four layers."""
@@ -448,8 +452,7 @@ def state_space() -> Any:
         for p in layers:
             inputs = x @ p["b"]
             decay = jax.nn.sigmoid(inputs)
-            join = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])
-            _, states = jax.lax.associative_scan(join, (decay, inputs), axis=1)
+            _, states = jax.lax.associative_scan(_joined, (decay, inputs), axis=1)
             x = x + (states @ p["c"]) * jax.nn.silu(x @ p["gate"])
         return ((x - wanted) ** 2).mean()
 

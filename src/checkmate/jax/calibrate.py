@@ -29,9 +29,9 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
-from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
-from checkmate.frontend.planner import Replanner, keep_everything, planner_for
+from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax._compat import (
     ASKED,
@@ -241,7 +241,7 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
 
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
-    """The refusal, with a way to plan the body of a loop over layers if this loop needs more bytes than any other op."""
+    """The refusal, with a way to save less in a loop over layers if this loop needs more bytes than any other op."""
 
     def needs(op: Op) -> int:
         return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
@@ -249,8 +249,8 @@ def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBu
     largest = max(graph.ops, key=needs)
     if largest.kind != "scan":
         return error
-    way = f"run the loop at {largest.source or largest.name}, whose body is one op here, by checkmate.jax.scan"
-    return error.with_hint(f"{way}, or give jax.checkpoint the policy that checkmate.jax.policy finds; or {error.hint}")
+    way = f"run the loop at {largest.source or largest.name}, which saves the carry of every layer, by checkmate.jax.scan"
+    return error.with_hint(f"{way}, which nests loops; or {error.hint}")
 
 
 class _Programs:
@@ -281,10 +281,11 @@ class _Programs:
             raise failure
         return min(found, key=lambda result: result.cost)
 
-    def smallest(self) -> Result:
-        """The plan with the smallest peak found."""
-        plain = self.by_graph[self.plain.capture.graph.digest][1]
-        return (self._add(self.plain.saving(0)) if self.plain.loops.stacked_bytes else plain).smallest()
+    def smallest(self, enough_bytes: int) -> Result:
+        """A plan of nearly the smallest peak; a search ends if its plan takes at most some bytes."""
+        loops = self.plain.loops.stacked_bytes
+        graph = (self._add(self.plain.saving(0)) if loops else self.by_graph[self.plain.capture.graph.digest][1]).graph
+        return near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes)
 
     def _with_loops(self, target_bytes: int) -> Result:
         """Loops save as much as they can so that nothing else is computed again, or else as little as they can."""
@@ -336,7 +337,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             if smallest is not None or trials.best() is not None:
                 raise
-            failure, smallest = error, programs.smallest()  # XLA may need fewer bytes than planned
+            failure, smallest = error, programs.smallest(budget)  # XLA may need fewer bytes than planned
             return smallest
 
     def compiled(target_bytes: int, result: Result) -> Trial[Result | None] | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -114,7 +114,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
             known.update(zip(eqn.outvars, outputs, strict=True))
         return arguments, [v if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
-    arguments, results = inline(closed)
+    arguments, results = inline(without_unread(closed))
     equations = _needed(_distinct(inlined, results), results)
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
     kept = {v: constant for v, constant in constants.items() if v in used}
