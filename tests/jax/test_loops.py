@@ -7,9 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import checkmate.jax as cj
-from tests.jax.networks import difference
+from tests.jax.networks import difference, transformer, transformer_loss
 
 LAYERS = 6
 
@@ -59,6 +60,18 @@ def recurrent(weights, x):
     return (xs**2).mean()
 
 
+def unread(weights, x):
+    """Runge-Kutta steps through `jax.nn.softplus`, whose derivative has values in its loop that nothing reads."""
+
+    def slope(y):
+        return jax.nn.softplus(jax.nn.softplus(y @ weights["up"][0]) @ weights["down"][0])
+
+    def step(y, _):
+        return y + 0.1 * slope(y + 0.05 * slope(y)), None
+
+    return (jax.lax.scan(step, x, None, length=8)[0] ** 2).mean()
+
+
 def temp_bytes(function, *arguments):
     return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
@@ -74,6 +87,42 @@ def test_loops_save_less_within_a_budget(loss):
     assert 1 < planned.result.overhead < 1.34
     exact, given = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (loss, planned))
     assert difference(exact, given) < 1e-5
+
+
+@pytest.mark.parametrize(("loss", "arguments"), [(unread, layers), (transformer_loss, transformer)])
+def test_the_graph_has_the_bytes_that_are_compiled(loss, arguments):
+    """Ops are fused as XLA fuses them, and stacks that nothing reads are left out: what is planned is nearly what is compiled."""
+    given = arguments()
+    planned = cj.remat(loss, budget="100%", costs="estimated")
+    jax.eval_shape(jax.grad(planned), *given)
+    assert planned.result.peak_bytes - planned.graph.resident_bytes == pytest.approx(planned.temp_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_loops_in_shard_map(averages):
+    """Collectives in the body of a loop, or only around it."""
+
+    def loss(weights, x):
+        def body(x, w):
+            x, norm = block(x, w)
+            return (x - jax.lax.pmean(x.mean(), "data") if averages else x), norm
+
+        x, norms = jax.lax.scan(body, x, weights)
+        return (x**2).mean() + norms.sum()
+
+    def program(loss):
+        def on_device(weights, x):
+            found = jax.value_and_grad(loss)(weights, x)
+            return jax.tree.map(lambda a: jax.lax.pmean(a, "data"), found)
+
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+        specs = PartitionSpec(), PartitionSpec("data")
+        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    weights, x = layers()
+    planned = cj.remat(loss, budget="70%", costs="estimated", time_limit_s=2)
+    assert difference(jax.jit(program(loss))(weights, x), jax.jit(program(planned))(weights, x)) < 1e-5
+    assert planned.graph.resident_bytes + planned.temp_bytes <= planned.budget_bytes
 
 
 def test_a_planned_step_plans_its_loops():

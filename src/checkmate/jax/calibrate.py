@@ -136,22 +136,15 @@ class Compilation:
             return self
         plain, trace = self.capture, self.loops.saving(loop_bytes, self.given)
         known = {signature(c): op for c, op in zip(plain.members, plain.graph.ops, strict=True) if c}
-        loops = [
-            (op.cost, estimate(chain).cost_ns)
-            for chain, op in zip(plain.members, plain.graph.ops, strict=True)
-            if op.kind == "scan"
-        ]
-        ratio = sum(cost for cost, _ in loops) / max(1, sum(estimated for _, estimated in loops))
+        scans = [(op, chain) for chain, op in zip(plain.members, plain.graph.ops, strict=True) if op.kind == "scan"]
+        ratio = sum(op.cost for op, _ in scans) / max(1, sum(estimate(chain).cost_ns for _, chain in scans))
 
-        def cost(chain: Sequence[Equation]) -> OpCost:
-            op = known.get(signature(tuple(chain)))
-            if op is not None:
-                return OpCost(op.cost, op.workspace_bytes)
-            return OpCost(int(ratio * estimate(tuple(chain)).cost_ns), 0)
+        def cost(chain: tuple[Equation, ...]) -> OpCost:
+            op = known.get(signature(chain))
+            return OpCost(int(ratio * estimate(chain).cost_ns), 0) if op is None else OpCost(op.cost, op.workspace_bytes)
 
-        boundary = plain.boundary
-        if boundary is not None:
-            boundary = replace(boundary, tangents=trace.arguments[len(trace.arguments) - len(boundary.tangents) :])
+        given = len(trace.arguments) - len(plain.boundary.tangents if plain.boundary else ())
+        boundary = plain.boundary and replace(plain.boundary, tangents=trace.arguments[given:])
         made = capture_trace(trace, lambda chains: list(map(cost, chains)), plain.graph.name, boundary=boundary)
         resident = plain.graph.resident_bytes  # without the buffers of donated arguments that results reuse
         made = replace(made, graph=msgspec.structs.replace(made.graph, resident_bytes=resident))
@@ -338,7 +331,9 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
             if smallest is not None or trials.best() is not None:
                 raise
             failure, smallest = error, programs.smallest(budget)  # XLA may need fewer bytes than planned
-            return smallest
+            over = min((trial.planned_bytes or 0 for trial in trials.trials[1:]), default=0)
+            # The smallest plan is far more expensive than one in the middle between it and the plans that take too much.
+            return smallest if over <= smallest.peak_bytes else programs.cheapest((smallest.peak_bytes + over) // 2)
 
     def compiled(target_bytes: int, result: Result) -> Trial[Result | None] | None:
         if result.cost > policy.worthwhile_cost(trials.trials, budget):
@@ -349,6 +344,8 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         return Trial.of(target_bytes, result, needed, result)
 
     calibration.calibrate(trials, replan, compiled)
+    if trials.best() is None and smallest is not None:
+        trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
     best = trials.best()
     found = None if best is None else best.outcome
     if found is None:
@@ -358,7 +355,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         found = min(results, key=lambda result: result.cost, default=None)
     if found is None:
         raise trials.refusal(failure)
-    return programs.of(found), msgspec.structs.replace(found, overhead=found.cost / max(1, graph.cost)), budget
+    return programs.of(found), msgspec.structs.replace(found, overhead=max(1.0, found.cost / max(1, graph.cost))), budget
 
 
 def temp_bytes(

@@ -94,8 +94,9 @@ class PlannedFunction(Figures):
         trace, boundary = trace_pair(pure, values, wanted)
         captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
-        given = [*values, *(jax.ShapeDtypeStruct(trace.types[v].shape, trace.types[v].dtype) for v in boundary.tangents)]
-        compilation = Compilation(captured, given, exact=self._exact, verify=self._verify and axes is not None, axes=axes)
+        compilation = Compilation(
+            captured, [*values, *boundary.specs], exact=self._exact, verify=self._verify and axes is not None, axes=axes
+        )
         key = compilation.key
         if key not in self._by_key:
             if self._verify and axes is None:

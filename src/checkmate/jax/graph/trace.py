@@ -127,6 +127,7 @@ class Boundary:
 
     results: int  # number of the results of the forward: the first results of the trace
     tangents: tuple[int, ...]  # arguments of the trace that only the backward reads
+    specs: tuple[Any, ...]  # their shapes and types
 
 
 def is_inexact(array: Any) -> bool:
@@ -163,7 +164,7 @@ def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tupl
     results = jax.eval_shape(pure, *values)
     tangents = [spec for spec in results if is_inexact(spec)]
     trace = flattened(jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents))
-    return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :])
+    return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :], specs=tuple(tangents))
 
 
 def type_bytes(aval: Any) -> int:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from checkmate.jax._compat import as_function, opened, traced_as
-from checkmate.jax.graph.capture import Costs, has_effects
+from checkmate.jax.graph.capture import Costs
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.jax.scan.choices import cheapest_cut, cut_program
 
@@ -139,7 +139,7 @@ class Loops:
                 readers.setdefault(v, []).append(equation)
         results = {v for v in trace.results if isinstance(v, int)}
         self._pairs: list[_Pair] = []
-        scans = [] if none else [e for e in trace.equations if e.kind == "scan" and not has_effects(e)]
+        scans = [] if none else [e for e in trace.equations if e.kind == "scan" and not _must_run_once(e)]
         loops = {id(e): _Loop(e, flattened(e.eqn.params["jaxpr"])) for e in scans}
         taken = set[int]()
         for equation in scans:
@@ -177,6 +177,11 @@ class Loops:
             return [result(values, v) for v in trace.results]
 
         return flattened(jax.make_jaxpr(run)(*arguments))
+
+
+def _must_run_once(equation: Equation) -> bool:
+    """Whether a loop has effects; collectives inside only need their axes."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.eqn.effects)
 
 
 def _value(values: dict[int, Any], source: Source) -> Any:
