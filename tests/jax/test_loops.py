@@ -95,7 +95,7 @@ def test_the_graph_has_the_bytes_that_are_compiled(loss, arguments):
     given = arguments()
     planned = cj.remat(loss, budget="100%", costs="estimated")
     jax.eval_shape(jax.grad(planned), *given)
-    assert planned.result.peak_bytes - planned.graph.resident_bytes == pytest.approx(planned.temp_bytes, rel=0.1)
+    assert planned.result.peak_bytes - planned.graph.resident_bytes == pytest.approx(planned.temp_bytes, rel=0.15)
 
 
 @pytest.mark.parametrize("averages", [False, True])

@@ -344,7 +344,8 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         return Trial.of(target_bytes, result, needed, result)
 
     calibration.calibrate(trials, replan, compiled)
-    if trials.best() is None and smallest is not None:
+    if trials.best() is None:
+        smallest = smallest or programs.smallest(budget)
         trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
     best = trials.best()
     found = None if best is None else best.outcome
