@@ -44,6 +44,7 @@ def test_compiled_bytes_keep_the_budget(budget, options):
     assert memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes <= loss.budget_bytes
     assert loss.graph.resident_bytes + loss.temp_bytes <= loss.budget_bytes
     assert loss.result.peak_bytes - loss.graph.resident_bytes == pytest.approx(loss.temp_bytes, rel=0.25)
+    assert loss.result.overhead < 1.3  # not the plan of the smallest peak
     assert difference(jax.jit(jax.value_and_grad(transformer_loss))(params, tokens), program(params, tokens)) < ROUNDING
 
 
@@ -62,7 +63,7 @@ def test_a_value_and_its_view_are_stored_once(exact):
     weights, x = mlp(layers=8, width=64, batch=1024)
     planned = unverified(group_norm_loss, budget="50%", exact=exact, costs="estimated")
     memory = value_and_grad(planned).lower(weights, x).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.02 * (planned.result.peak_bytes - planned.graph.resident_bytes)
+    assert memory.temp_size_in_bytes <= 1.15 * (planned.result.peak_bytes - planned.graph.resident_bytes)
 
 
 def test_what_passes_many_fences_is_behind_few():
@@ -279,7 +280,7 @@ def test_functions_with_collectives_keep_the_budget(devices, checked):
 
         return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=checked))
 
-    loss = remat(normalized_loss, budget="70%", costs="estimated", time_limit_s=2)
+    loss = remat(normalized_loss, budget="75%", costs="estimated", time_limit_s=2)
     compiled = step(loss).lower(weights, x).compile()
     assert loss.result.overhead > 1
     assert loss.graph.resident_bytes + loss.temp_bytes <= loss.budget_bytes
@@ -370,8 +371,8 @@ def test_undone_fences_are_told_once_and_not_to_who_asks_for_the_options(caplog,
     assert [text.count("compiler_options=checkmate.jax.compiler_options()") for text in warnings] == [1]
 
 
-def test_a_refusal_names_the_loop_whose_body_is_not_planned():
-    """A model of stacked layers is one scan: its refusal names the functions that plan the body, and other refusals do not."""
+def test_a_refusal_names_the_loop_that_saves_its_carries():
+    """A loop saves its carries at least: its refusal names the function that nests loops, and other refusals do not."""
 
     def loss(weights, x):
         return (jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w), None), x, weights)[0] ** 2).mean()

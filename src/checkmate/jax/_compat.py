@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
+from jax.interpreters.partial_eval import dce_jaxpr
 
 source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines are those of the user's program
 
@@ -18,6 +19,12 @@ source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
     """The jaxpr of a parameter or a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
+
+
+def without_unread(closed: Any) -> Any:
+    """A trace of `jax.make_jaxpr` without what no result needs, also in the bodies of loops."""
+    jaxpr, constants = opened(closed)
+    return core.ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], constants)
 
 
 @functools.cache

@@ -68,31 +68,37 @@ class PlannedProgram:
         return [result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
-        seen, selected = set(self.order[:start]), set[int]()
+        made = {id(equation) for op in self.order[:start] for equation in self.capture.members[op]}  # before the last fence
+        since, selected = set[int](), set[int]()
         newest = self._newest(values, reversed(self.order[:start])) if self.selects else None
         for p in range(start, stop):
             op = self.order[p]
             if p in self._fences:
                 values.update(behind_barriers(values, self._fences[p].values))
                 self._view_again(values, self._fences[p])
-            if newest is not None and op in seen:
-                self._compute(values, op, selected, values[newest])
+                made |= since
+                since.clear()
+            again = made.intersection(map(id, self.capture.members[op])) if newest is not None else None
+            if again:
+                self._compute(values, op, again, selected, values[newest])
                 selected.update(self.capture.outputs[op])
             else:
                 self._compute(values, op)
-            seen.add(op)
-            if self.selects and (made := self._newest(values, (op,))) is not None:
-                newest = made
+            since.update(map(id, self.capture.members[op]))
+            if self.selects and (found := self._newest(values, (op,))) is not None:
+                newest = found
 
-    def _compute(self, values: dict[int, Any], op: int, selected: Set[int] = frozenset(), newest: Any = None) -> None:
-        """Compute an op. Given a value, every equation depends on this value, or on an input that does (`selected`)."""
+    def _compute(
+        self, values: dict[int, Any], op: int, again: Set[int] = frozenset(), selected: Set[int] = frozenset(), newest: Any = None
+    ) -> None:
+        """Compute an op. Equations that are computed again depend on the newest value, or on an input that does (`selected`)."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
         dependent = set[int]()
         for equation in self.capture.members[op]:
             if newest is not None:
                 read = equation.read
-                if selected.isdisjoint(read) and dependent.isdisjoint(read):
+                if id(equation) in again and selected.isdisjoint(read) and dependent.isdisjoint(read):
                     # In `jax.shard_map` a value that is the same on all devices would vary after the select.
                     usable = [v for v in read if varying_axes(newest) <= varying_axes(local[v])]
                     for v in sorted(usable, key=self.capture.trace.size_bytes)[:1]:

@@ -11,11 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from checkmate.core.budget import Budget, fixed_bytes
@@ -25,11 +26,12 @@ from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
+from checkmate.cost.store import OpCost
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
-from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
-from checkmate.frontend.planner import Replanner, keep_everything, planner_for
+from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax._compat import (
     ASKED,
@@ -40,8 +42,10 @@ from checkmate.jax._compat import (
     varying_axes,
 )
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.graph.capture import Capture
-from checkmate.jax.profiler import environment, signature
+from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.trace import Equation
+from checkmate.jax.profiler import environment, estimate, signature
+from checkmate.jax.scan.loops import Loops
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -57,6 +61,7 @@ class Planned:
     result: Result
     budget_bytes: int | None
     temp_bytes: int | None  # None if it was not compiled
+    loop_bytes: int | None = None  # that loops save for their derivatives, if fewer than JAX saves
 
 
 class Figures:
@@ -100,13 +105,52 @@ class Compilation:
     """Compiles each plan of one capture once, and stores the bytes for later processes.
 
     It compiles nothing if plans are not to be verified. A function with collectives is compiled for one device of a mesh with
-    axes of the given sizes.
+    axes of the given sizes. ``given`` are the arguments of the captured function, to trace it again with other loops.
     """
 
     def __init__(
-        self, capture: Capture, donated: Sequence[int] = (), *, exact: bool, verify: bool, axes: Mapping[str, int] | None = None
+        self,
+        capture: Capture,
+        given: Sequence[Any],
+        donated: Sequence[int] = (),
+        *,
+        exact: bool,
+        verify: bool,
+        axes: Mapping[str, int] | None = None,
     ) -> None:
-        self.capture, self.donated, self.exact, self.verify, self.axes = capture, donated, exact, verify, dict(axes or {})
+        self.capture, self.given, self.donated, self.exact, self.verify = capture, given, donated, exact, verify
+        self.axes = dict(axes or {})
+        self.loop_bytes: int | None = None
+
+    @functools.cached_property
+    def loops(self) -> Loops:
+        """The loops of the program with their derivatives; none in an exact program, whose loops keep their bits."""
+        return Loops(self.capture.trace, lambda chains: list(map(estimate, chains)), none=self.exact)
+
+    def saving(self, loop_bytes: int | None) -> Compilation:
+        """The program whose loops save some bytes for their derivatives, if not None.
+
+        Its loops cost as much more or less as estimated, because each of these programs would have other loops to measure.
+        """
+        if loop_bytes is None:
+            return self
+        plain, trace = self.capture, self.loops.saving(loop_bytes, self.given)
+        known = {signature(c): op for c, op in zip(plain.members, plain.graph.ops, strict=True) if c}
+        scans = [(op, chain) for chain, op in zip(plain.members, plain.graph.ops, strict=True) if op.kind == "scan"]
+        ratio = sum(op.cost for op, _ in scans) / max(1, sum(estimate(chain).cost_ns for _, chain in scans))
+
+        def cost(chain: tuple[Equation, ...]) -> OpCost:
+            op = known.get(signature(chain))
+            return OpCost(int(ratio * estimate(chain).cost_ns), 0) if op is None else OpCost(op.cost, op.workspace_bytes)
+
+        given = len(trace.arguments) - len(plain.boundary.tangents if plain.boundary else ())
+        boundary = plain.boundary and replace(plain.boundary, tangents=trace.arguments[given:])
+        made = capture_trace(trace, lambda chains: list(map(cost, chains)), plain.graph.name, boundary=boundary)
+        resident = plain.graph.resident_bytes  # without the buffers of donated arguments that results reuse
+        made = replace(made, graph=msgspec.structs.replace(made.graph, resident_bytes=resident))
+        found = Compilation(made, self.given, self.donated, exact=self.exact, verify=self.verify, axes=self.axes)
+        found.loop_bytes = loop_bytes
+        return found
 
     @functools.cached_property
     def key(self) -> str:
@@ -180,17 +224,17 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             result = planner_for(options)(graph)
             budget = None if options.budget is None else result.budget_bytes
         else:
-            result, budget = _calibrated(compilation, options, options.budget)
+            compilation, result, budget = _calibrated(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
     if result.overhead > 1 and compilation.exact:
         _warn_of_undone_fences()
     needed = compilation.temp_bytes(result) if compilation.verify else None
-    return Planned(compilation.capture, result, budget, needed)
+    return Planned(compilation.capture, result, budget, needed, compilation.loop_bytes)
 
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
-    """The refusal, with a way to plan the body of a loop over layers if this loop needs more bytes than any other op."""
+    """The refusal, with a way to save less in a loop over layers if this loop needs more bytes than any other op."""
 
     def needs(op: Op) -> int:
         return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
@@ -198,12 +242,71 @@ def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBu
     largest = max(graph.ops, key=needs)
     if largest.kind != "scan":
         return error
-    way = f"run the loop at {largest.source or largest.name}, whose body is one op here, by checkmate.jax.scan"
-    return error.with_hint(f"{way}, or give jax.checkpoint the policy that checkmate.jax.policy finds; or {error.hint}")
+    way = f"run the loop at {largest.source or largest.name}, which saves the carry of every layer, by checkmate.jax.scan"
+    return error.with_hint(f"{way}, which nests loops; or {error.hint}")
 
 
-def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Result, int]:
-    """The cheapest plan found whose compiled bytes keep a budget, and the budget in bytes.
+class _Programs:
+    """The program of a compilation, and those whose loops save less, each with a planner of its own."""
+
+    def __init__(self, plain: Compilation, options: PlanningOptions) -> None:
+        self.plain, self._options = plain, options
+        self.by_graph: dict[str, tuple[Compilation, Replanner]] = {}
+        self._add(plain)
+
+    def of(self, result: Result) -> Compilation:
+        """The compilation of the program that a plan is for."""
+        return self.by_graph[result.plan.graph_digest][0]
+
+    def cheapest(self, target_bytes: int) -> Result:
+        """The cheapest plan within some live bytes: of the program as it is, or of one whose loops save less."""
+        found: list[Result] = []
+        failure: InfeasibleBudgetError | PlanNotFoundError | None = None
+        for plan in (self.by_graph[self.plain.capture.graph.digest][1], self._with_loops):
+            try:
+                found.append(plan(target_bytes))
+            except (InfeasibleBudgetError, PlanNotFoundError) as error:
+                failure = failure or error
+            if (found and found[0].overhead == 1) or not self.plain.loops.stacked_bytes:
+                break
+        if not found:
+            assert failure is not None
+            raise failure
+        return min(found, key=lambda result: result.cost)
+
+    def smallest(self, enough_bytes: int) -> Result:
+        """A plan of nearly the smallest peak; a search ends if its plan takes at most some bytes."""
+        loops = self.plain.loops.stacked_bytes
+        graph = (self._add(self.plain.saving(0)) if loops else self.by_graph[self.plain.capture.graph.digest][1]).graph
+        return near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes)
+
+    def _with_loops(self, target_bytes: int) -> Result:
+        """Loops save as much as they can so that nothing else is computed again, or else as little as they can."""
+        left, most = self.plain.loops.stacked_bytes, target_bytes - keep_everything(self.plain.capture.graph).peak_bytes
+        best: Result | None = None
+        low, high, change = 0, left, min(0, most)
+        for _ in range(4):
+            left = min(high, max(low, left + change))
+            planner = self._add(self.plain.saving(left))
+            result = keep_everything(planner.graph)
+            change = target_bytes - result.peak_bytes
+            if change >= 0:
+                best, low = min(best or result, result, key=lambda result: result.cost), left
+            elif not left:
+                return planner(target_bytes)
+            else:
+                high = left - 1
+            if 0 <= change <= 0.01 * target_bytes or low >= high:
+                break
+        return best or self._add(self.plain.saving(0))(target_bytes)
+
+    def _add(self, compilation: Compilation) -> Replanner:
+        graph = compilation.capture.graph
+        return self.by_graph.setdefault(graph.digest, (compilation, Replanner(graph, self._options)))[1]
+
+
+def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Compilation, Result, int]:
+    """The cheapest plan found whose compiled bytes keep a budget, with its program, and the budget in bytes.
 
     A share is one of the compiled bytes of keeping everything. This compilation is the first trial.
     """
@@ -211,7 +314,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     whole = keep_everything(graph) if wanted.total_bytes is None else None
     most = 0 if whole is None else resident + compilation.temp_bytes(whole)
     budget = wanted.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
-    replanner = Replanner(graph, options)
+    programs = _Programs(compilation, options)
     # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
     trials: Calibration[Result | None] = Calibration(budget, policy)
@@ -223,31 +326,37 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     def replan(target_bytes: int) -> Result:
         nonlocal smallest, failure
         try:
-            return replanner(target_bytes)
+            return programs.cheapest(target_bytes)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             if smallest is not None or trials.best() is not None:
                 raise
-            failure, smallest = error, replanner.smallest()  # XLA may need fewer bytes than planned
-            return smallest
+            failure, smallest = error, programs.smallest(budget)  # XLA may need fewer bytes than planned
+            over = min((trial.planned_bytes or 0 for trial in trials.trials[1:]), default=0)
+            # The smallest plan is far more expensive than one in the middle between it and the plans that take too much.
+            return smallest if over <= smallest.peak_bytes else programs.cheapest((smallest.peak_bytes + over) // 2)
 
     def compiled(target_bytes: int, result: Result) -> Trial[Result | None] | None:
         if result.cost > policy.worthwhile_cost(trials.trials, budget):
             return None
-        needed = resident + compilation.temp_bytes(result)
+        needed = resident + programs.of(result).temp_bytes(result)
         amounts = (result.peak_bytes - resident, needed - resident, budget - resident)
-        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
+        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, amounts), result.cost / graph.cost)
         return Trial.of(target_bytes, result, needed, result)
 
     calibration.calibrate(trials, replan, compiled)
+    if trials.best() is None:
+        smallest = smallest or programs.smallest(budget)
+        trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
     best = trials.best()
-    if best is not None and best.outcome is not None:
-        return best.outcome, budget
-    # Fall back on plans compiled before, like one that an earlier refusal named; their bound is the cost of keeping everything.
-    orders = [order for order, needed in compilation.known.items() if needed <= budget - resident]
-    results = [evaluate(graph, Plan.from_order(graph, order)) for order in orders]
-    if not results:
+    found = None if best is None else best.outcome
+    if found is None:
+        # Fall back on plans compiled before, like one that an earlier refusal named; they have no bound.
+        known = [(c.capture.graph, o, needed) for c, _ in programs.by_graph.values() for o, needed in c.known.items()]
+        results = [evaluate(g, Plan.from_order(g, order)) for g, order, needed in known if needed <= budget - resident]
+        found = min(results, key=lambda result: result.cost, default=None)
+    if found is None:
         raise trials.refusal(failure)
-    return min(results, key=lambda result: result.cost), budget
+    return programs.of(found), msgspec.structs.replace(found, overhead=max(1.0, found.cost / max(1, graph.cost))), budget
 
 
 def temp_bytes(

@@ -94,7 +94,9 @@ class PlannedFunction(Figures):
         trace, boundary = trace_pair(pure, values, wanted)
         captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
-        compilation = Compilation(captured, exact=self._exact, verify=self._verify and axes is not None, axes=axes)
+        compilation = Compilation(
+            captured, [*values, *boundary.specs], exact=self._exact, verify=self._verify and axes is not None, axes=axes
+        )
         key = compilation.key
         if key not in self._by_key:
             if self._verify and axes is None:
@@ -102,7 +104,8 @@ class PlannedFunction(Figures):
             self._by_key[key] = planned_within(compilation, self._options)
         self._planned = self._by_key[key]
         # The trace must be of this call, because its constants and tracers differ from those of earlier calls.
-        return PlannedProgram(captured, self._planned.result.plan, exact=self._exact)
+        again = compilation.saving(self._planned.loop_bytes).capture
+        return PlannedProgram(again, self._planned.result.plan, exact=self._exact)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)

@@ -125,8 +125,9 @@ def plan(
     """
     planning = PlanningOptions.of(budget=budget, **options)
     arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
-    planned = planned_within(Compilation(captured, positions, exact=exact, verify=verify), planning)
-    program = PlannedProgram(captured, planned.result.plan, exact=exact)
+    compilation = Compilation(captured, arguments.arrays, positions, exact=exact, verify=verify)
+    planned = planned_within(compilation, planning)
+    program = PlannedProgram(planned.capture, planned.result.plan, exact=exact)
     return PlannedStep(step, arguments, flat, planned, program)
 
 

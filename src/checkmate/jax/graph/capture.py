@@ -40,6 +40,14 @@ MOVES = VIEWS | {"rev", "slice", "transpose"}
 BROADCASTS = frozenset({"broadcast_in_dim", "iota"})
 """Primitives that XLA computes again in every loop that reads them, because they read next to nothing."""
 
+_CHEAP = (
+    "abs add add_any and ceil clamp convert_element_type copy copy_p eq floor ge gt integer_pow is_finite le lt max min mul ne "
+    "neg not or population_count reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign "
+    "square stop_gradient sub xor"
+)
+CHEAP = MOVES | set(_CHEAP.split())
+"""Primitives that XLA computes in every loop that reads them, if that reads no more values."""
+
 REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")} | {"argmax", "argmin"})
 """Primitives that XLA fuses with the computation of their input."""
 
@@ -217,6 +225,7 @@ class _Builder:
         for i, equation in enumerate(equations):
             for v in equation.read:
                 readers.setdefault(v, []).append(i)
+        self._apart = self._reached_apart()
         heads: list[set[int]] = [set() for _ in equations]  # the ends of the chains that each equation is part of
         for i in range(len(equations) - 1, -1, -1):
             heads[i] = self._heads(i, readers, heads) or {i}
@@ -239,8 +248,24 @@ class _Builder:
         smaller = 2 * sum(map(self.trace.size_bytes, equation.read)) <= self.trace.size_bytes(equation.outputs[0])
         if equation.kind in BROADCASTS and smaller:
             return ends
-        same_side = all(self.phases[id(equations[end])] == self.phases[id(equation)] for end in ends)
-        return ends if len(ends) == 1 and same_side else set()
+        if equation.kind in CHEAP and not any(self._apart[r] >> i & 1 for r in used):
+            return ends
+        return ends if len(ends) == 1 else set()
+
+    def _reached_apart(self) -> list[int]:
+        """For each equation, a bit for each earlier one from which it is reached through an output that is stored."""
+        index = {v: i for i, equation in enumerate(self.trace.equations) for v in equation.outputs}
+        behind: list[int] = []
+        apart: list[int] = []
+        for equation in self.trace.equations:
+            before = [index[v] for v in equation.read if v in index]
+            reached = far = 0
+            for j in before:
+                reached |= behind[j] | 1 << j
+                far |= apart[j] if self.trace.equations[j].kind in FUSED else behind[j]
+            behind.append(reached)
+            apart.append(far)
+        return apart
 
     def _bases(self, value: int) -> Iterator[int]:
         """A value and the values whose buffer it shares."""

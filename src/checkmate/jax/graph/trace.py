@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -114,7 +114,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
             known.update(zip(eqn.outvars, outputs, strict=True))
         return arguments, [v if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
-    arguments, results = inline(closed)
+    arguments, results = inline(without_unread(closed))
     equations = _needed(_distinct(inlined, results), results)
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
     kept = {v: constant for v, constant in constants.items() if v in used}
@@ -127,6 +127,7 @@ class Boundary:
 
     results: int  # number of the results of the forward: the first results of the trace
     tangents: tuple[int, ...]  # arguments of the trace that only the backward reads
+    specs: tuple[Any, ...]  # their shapes and types
 
 
 def is_inexact(array: Any) -> bool:
@@ -163,7 +164,7 @@ def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tupl
     results = jax.eval_shape(pure, *values)
     tangents = [spec for spec in results if is_inexact(spec)]
     trace = flattened(jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents))
-    return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :])
+    return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :], specs=tuple(tangents))
 
 
 def type_bytes(aval: Any) -> int:

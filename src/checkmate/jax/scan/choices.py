@@ -79,7 +79,7 @@ class Choices:
         self._bytes = np.array([float(sum(trace.size_bytes(e.outputs[0]) for e in named[name])) for name in self.offered])
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
         backward = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
-        self._program = _program(ahead, backward, saves, self._bytes)
+        self._program = cut_program(ahead, backward, saves, self._bytes)
         self._found: dict[int, Choice] = {}
 
     def cheapest(self, most_bytes: float) -> Choice:
@@ -132,12 +132,7 @@ class Choices:
 
     def _solved(self, most_bytes: float, price: float) -> tuple[Choice, float]:
         """The choice of the least cost plus price, and a proven lower bound on this sum."""
-        high = np.append(self._program.row_high[:-1], most_bytes)
-        program = replace(self._program, cost=np.concatenate([self._cost, price * self._bytes]), row_high=high)
-        found = solve_integer(program, absolute_gap=1e-5 * max(1.0, self.forward))  # proofs to the last unit may take minutes
-        if found.solution is None:
-            raise SolverError("the integer program for the saved values of a loop has no solution")
-        again, saved = np.split(found.solution > 0.5, [len(self._cost)])
+        again, saved, bound = cheapest_cut(self._program, self._cost, self._bytes, most_bytes, price)
         chosen = np.flatnonzero(saved)
         choice = Choice(
             names=tuple(self.offered[j] for j in chosen),
@@ -145,10 +140,10 @@ class Choices:
             saved_bytes=int(self._bytes[chosen].sum()),
             cost=float(self._cost @ again),
         )
-        return choice, found.bound
+        return choice, bound
 
 
-def _program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
+def cut_program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
     """Variables: the equations of the forward to compute again, then the names to save. The last row limits the saved bytes.
 
     Every value that the derivative or a recomputation reads is computed again or saved.
@@ -162,6 +157,16 @@ def _program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, 
     builder.add_rows([(makers, 1.0), (names, 1.0), (readers, -1.0)], low=np.where(readers < 0, 1.0, 0.0))
     builder.add_row(saved, size_bytes)
     return builder.build()
+
+
+def cheapest_cut(program: Program, cost: Floats, size_bytes: Floats, most_bytes: float, price: float) -> tuple[Any, Any, float]:
+    """Whether each equation is computed again and each value saved, for the least cost plus price, and a bound on this sum."""
+    limited = np.append(program.row_high[:-1], most_bytes)
+    priced = replace(program, cost=np.concatenate([cost, price * size_bytes]), row_high=limited)
+    found = solve_integer(priced, absolute_gap=1e-5 * max(1.0, float(cost.sum())))  # proofs to the last unit may take minutes
+    if found.solution is None:
+        raise SolverError("the integer program for the saved values of a loop has no solution")
+    return *np.split(found.solution > 0.5, [len(cost)]), found.bound
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:

@@ -1,0 +1,374 @@
+"""Keras programs in the shape of keras.io's, by `model.fit` within budgets; `SOURCES` says which.
+
+For each program: keeping everything by the plan (100 %), 60 %, 40 % and the fixed bytes plus half of what the plan that keeps
+everything needs above them, each in a process of its own. The promises checked are: the measured peak keeps the budget, the
+weights after some steps are those of keeping everything, to the bit, and a refusal names a budget that then works. Times are
+processor times. Exit status 1 if a promise breaks.
+
+    python benchmarks/keras_programs.py [--models mnist_convnet lstm] [--time-limit 20]
+
+Programs that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import by_model, mib
+
+COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+HALF = "half"
+BUDGETS = ("60%", "40%", HALF)
+PLAN_S = 60.0
+SOURCES: dict[str, str] = {}
+PROGRAMS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {}
+
+
+def program(source: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a program: a function that returns a compiled model, inputs and labels."""
+
+    def register(build: Callable[[], Any]) -> Callable[[], Any]:
+        SOURCES[build.__name__], PROGRAMS[build.__name__] = f"keras.io/examples/{source}", build
+        return build
+
+    return register
+
+
+def _normal(*shape: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def _integers(most: int, *shape: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(1).integers(0, most, shape)
+
+
+def _compiled(inputs: Any, outputs: Any, loss: str = "sparse_categorical_crossentropy") -> Any:
+    import keras
+
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer="adam", loss=loss)
+    return model
+
+
+@program("vision/mnist_convnet")
+def mnist_convnet() -> Any:
+    """Convolutions, pools and dropout."""
+    from keras import Input, Sequential, layers
+
+    stack = [
+        Input((28, 28, 1)),
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(64, 3, activation="relu"),
+    ]
+    model = Sequential(
+        [*stack, layers.MaxPooling2D(), layers.Flatten(), layers.Dropout(0.5), layers.Dense(10, activation="softmax")]
+    )
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model, _normal(128, 28, 28, 1), _integers(10, 128)
+
+
+@program("vision/image_classification_from_scratch")
+def xception() -> Any:
+    """Separable convolutions with BatchNorm and residuals."""
+    from keras import Input, layers
+
+    inputs = x = Input((64, 64, 3))
+    x = layers.Activation("relu")(layers.BatchNormalization()(layers.Conv2D(32, 3, strides=2, padding="same")(x)))
+    for width in (32, 64):
+        kept = layers.Conv2D(width, 1, strides=2, padding="same")(x)
+        for _ in range(2):
+            x = layers.BatchNormalization()(layers.SeparableConv2D(width, 3, padding="same")(layers.Activation("relu")(x)))
+        x = layers.add([layers.MaxPooling2D(3, strides=2, padding="same")(x), kept])
+    outputs = layers.Dense(2, activation="softmax")(layers.GlobalAveragePooling2D()(x))
+    return _compiled(inputs, outputs), _normal(32, 64, 64, 3), _integers(2, 32)
+
+
+@program("vision/oxford_pets_image_segmentation")
+def unet() -> Any:
+    """A U-Net with transposed convolutions."""
+    from keras import Input, layers
+
+    inputs = x = Input((64, 64, 3))
+    skips = []
+    for width in (16, 32):
+        x = layers.BatchNormalization()(layers.Conv2D(width, 3, padding="same", activation="relu")(x))
+        skips.append(x)
+        x = layers.MaxPooling2D()(x)
+    for width in (32, 16):
+        x = layers.Conv2DTranspose(width, 3, strides=2, padding="same", activation="relu")(x)
+        x = layers.Concatenate()([x, skips.pop()])
+    outputs = layers.Conv2D(3, 3, padding="same", activation="softmax")(x)
+    return _compiled(inputs, outputs), _normal(16, 64, 64, 3), _integers(3, 16, 64, 64)
+
+
+@program("vision/image_classification_with_vision_transformer")
+def vit() -> Any:
+    """Patches and transformer blocks."""
+    from keras import Input, layers
+
+    inputs = Input((64, 108))
+    x = layers.Dense(64)(inputs)
+    for _ in range(4):
+        y = layers.LayerNormalization(epsilon=1e-6)(x)
+        x = layers.Add()([layers.MultiHeadAttention(4, 16, dropout=0.1)(y, y), x])
+        y = layers.Dense(128, activation="gelu")(layers.LayerNormalization(epsilon=1e-6)(x))
+        x = layers.Add()([layers.Dropout(0.1)(layers.Dense(64)(y)), x])
+    return _compiled(inputs, layers.Dense(10, activation="softmax")(layers.Flatten()(x))), _normal(32, 64, 108), _integers(10, 32)
+
+
+@program("vision/mlp_image_classification")
+def mixer() -> Any:
+    """MLPs over patches and over channels."""
+    from keras import Input, layers
+
+    inputs = Input((64, 48))
+    x = layers.Dense(64)(inputs)
+    for _ in range(4):
+        y = layers.Permute((2, 1))(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Permute((2, 1))(layers.Dense(64)(layers.Dense(128, activation="gelu")(y)))])
+        x = layers.Add()([x, layers.Dense(64)(layers.Dense(128, activation="gelu")(layers.LayerNormalization()(x)))])
+    outputs = layers.Dense(10, activation="softmax")(layers.GlobalAveragePooling1D()(x))
+    return _compiled(inputs, outputs), _normal(64, 64, 48), _integers(10, 64)
+
+
+@program("nlp/text_classification_with_transformer")
+def text_transformer() -> Any:
+    """Token and position embeddings, one block."""
+    from keras import Input, layers
+
+    inputs = Input((128,), dtype="int32")
+    x = layers.Embedding(2000, 32)(inputs)
+    x = layers.LayerNormalization()(x + layers.Dropout(0.1)(layers.MultiHeadAttention(2, 32)(x, x)))
+    x = layers.LayerNormalization()(x + layers.Dropout(0.1)(layers.Dense(32)(layers.Dense(32, activation="relu")(x))))
+    outputs = layers.Dense(2, activation="softmax")(layers.Dropout(0.1)(layers.GlobalAveragePooling1D()(x)))
+    return _compiled(inputs, outputs), _integers(2000, 64, 128), _integers(2, 64)
+
+
+@program("generative/text_generation_with_miniature_gpt")
+def mini_gpt() -> Any:
+    """Causal attention and a large vocabulary."""
+    from keras import Input, layers
+
+    inputs = Input((80,), dtype="int32")
+    x = layers.Embedding(2000, 64)(inputs)
+    for _ in range(2):
+        x = layers.LayerNormalization(epsilon=1e-6)(x + layers.MultiHeadAttention(2, 64)(x, x, use_causal_mask=True))
+        x = layers.LayerNormalization(epsilon=1e-6)(x + layers.Dense(64)(layers.Dense(256, activation="relu")(x)))
+    return _compiled(inputs, layers.Dense(2000, activation="softmax")(x)), _integers(2000, 16, 80), _integers(2000, 16, 80)
+
+
+@program("nlp/bidirectional_lstm_imdb")
+def lstm() -> Any:
+    """Two bidirectional loops."""
+    from keras import Input, layers
+
+    inputs = Input((40,), dtype="int32")
+    x = layers.Bidirectional(layers.LSTM(64, return_sequences=True))(layers.Embedding(2000, 64)(inputs))
+    outputs = layers.Dense(1, activation="sigmoid")(layers.Bidirectional(layers.LSTM(64))(x))
+    return _compiled(inputs, outputs, "binary_crossentropy"), _integers(2000, 64, 40), _integers(2, 64)
+
+
+@program("timeseries/timeseries_weather_forecasting")
+def gru() -> Any:
+    """A GRU over a series."""
+    from keras import Input, layers
+
+    inputs = Input((60, 8))
+    return _compiled(inputs, layers.Dense(1)(layers.GRU(128)(inputs)), "mse"), _normal(128, 60, 8), _normal(128, 1)
+
+
+@program("timeseries/timeseries_classification_from_scratch")
+def conv1d() -> Any:
+    """Convolutions over time with BatchNorm."""
+    from keras import Input, layers
+
+    inputs = x = Input((500, 1))
+    for _ in range(3):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv1D(64, 3, padding="same")(x)))
+    outputs = layers.Dense(2, activation="softmax")(layers.GlobalAveragePooling1D()(x))
+    return _compiled(inputs, outputs), _normal(32, 500, 1), _integers(2, 32)
+
+
+@program("vision/autoencoder")
+def autoencoder() -> Any:
+    """Convolutions down and up."""
+    from keras import Input, layers
+
+    inputs = x = Input((28, 28, 1))
+    for _ in range(2):
+        x = layers.MaxPooling2D(padding="same")(layers.Conv2D(32, 3, activation="relu", padding="same")(x))
+    for _ in range(2):
+        x = layers.Conv2DTranspose(32, 3, strides=2, activation="relu", padding="same")(x)
+    outputs = layers.Conv2D(1, 3, activation="sigmoid", padding="same")(x)
+    return _compiled(inputs, outputs, "binary_crossentropy"), _normal(64, 28, 28, 1), _integers(2, 64, 28, 28, 1)
+
+
+@program("vision/nerf")
+def nerf() -> Any:
+    """Dense layers with a skip over encoded positions."""
+    from keras import Input, layers
+
+    inputs = x = Input((2048, 60))
+    for i in range(6):
+        x = layers.Dense(64, activation="relu")(x)
+        if i == 3:
+            x = layers.concatenate([x, inputs])
+    return _compiled(inputs, layers.Dense(4)(x), "mse"), _normal(2, 2048, 60), _normal(2, 2048, 4)
+
+
+@program("vision/densenet (keras.applications)")
+def densenet() -> Any:
+    """Layers that read all layers before them."""
+    from keras import Input, layers
+
+    inputs = Input((32, 32, 3))
+    x = layers.Conv2D(24, 3, padding="same")(inputs)
+    for block in range(2):
+        for _ in range(5):
+            y = layers.Conv2D(12, 3, padding="same")(layers.ReLU()(layers.BatchNormalization()(x)))
+            x = layers.Concatenate()([x, y])
+        if block == 0:
+            x = layers.AveragePooling2D()(layers.Conv2D(32, 1)(layers.ReLU()(layers.BatchNormalization()(x))))
+    outputs = layers.Dense(10, activation="softmax")(layers.GlobalAveragePooling2D()(x))
+    return _compiled(inputs, outputs), _normal(32, 32, 32, 3), _integers(10, 32)
+
+
+@program("generative/vae")
+def vae() -> Any:
+    """A train_step of its own, with a sampled latent and three trackers."""
+    import keras
+    import tensorflow as tf
+    from keras import Input, Sequential, layers
+
+    class VAE(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            narrow = [layers.Conv2D(w, 3, activation="relu", strides=2, padding="same") for w in (32, 64)]
+            self.encoder = Sequential([Input((28, 28, 1)), *narrow, layers.Flatten(), layers.Dense(4)])
+            wide = [layers.Conv2DTranspose(w, 3, activation="relu", strides=2, padding="same") for w in (64, 32)]
+            start = [Input((2,)), layers.Dense(3136, activation="relu"), layers.Reshape((7, 7, 64))]
+            self.decoder = Sequential([*start, *wide, layers.Conv2DTranspose(1, 3, activation="sigmoid", padding="same")])
+            self.seed, self.tracker = keras.random.SeedGenerator(0), keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.tracker]
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            images = data[0]
+            with tf.GradientTape() as tape:
+                mean, logvar = tf.split(self.encoder(images), 2, -1)
+                z = mean + tf.exp(0.5 * logvar) * keras.random.normal(tf.shape(mean), seed=self.seed)
+                likeness = tf.reduce_mean(tf.reduce_sum(keras.losses.binary_crossentropy(images, self.decoder(z)), (1, 2)))
+                loss = likeness - 0.5 * tf.reduce_mean(1 + logvar - mean**2 - tf.exp(logvar))
+            weights = self.trainable_weights
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result()}
+
+    model = VAE()
+    model.compile(optimizer="adam")
+    return model, 1.0 * _integers(2, 64, 28, 28, 1), _integers(2, 64)
+
+
+@program("vision/metric_learning, siamese_contrastive")
+def siamese() -> Any:
+    """One network on two inputs, and their distance."""
+    import keras
+    from keras import Input, Sequential, layers
+
+    convolutions = [layers.Conv2D(w, 5, activation="tanh") for w in (8, 16)]
+    body = Sequential(
+        [Input((28, 28, 1)), layers.BatchNormalization(), convolutions[0], layers.AveragePooling2D(), convolutions[1]]
+    )
+    one = Sequential([body, layers.AveragePooling2D(), layers.Flatten(), layers.Dense(10, activation="tanh")])
+    a, b = Input((28, 28, 1)), Input((28, 28, 1))
+    distance = keras.ops.sqrt(keras.ops.sum((one(a) - one(b)) ** 2, -1, keepdims=True) + 1e-7)
+    outputs = layers.Dense(1, activation="sigmoid")(layers.BatchNormalization()(distance))
+    return (
+        _compiled([a, b], outputs, "binary_crossentropy"),
+        [_normal(64, 28, 28, 1), _normal(64, 28, 28, 1)[::-1]],
+        _integers(2, 64),
+    )
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    settings = {"rows": "programs", "packages": ("tensorflow", "keras"), "settings": COUNTING, "time_limit_s": 20.0}
+    return by_model(__file__, __doc__, tuple(PROGRAMS), run=run, verdict=verdict, row=row, own_cache=True, **settings)
+
+
+def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
+    """All runs of a program."""
+    whole = ask(name, "100%")
+    points = {}
+    for budget in BUDGETS:
+        asked = str((whole["measured_bytes"] + whole["resident_bytes"]) // 2) if budget == HALF else budget
+        points[budget] = ask(name, asked)
+        if named := points[budget].get("named_bytes"):
+            points[budget] |= {"retried": ask(name, str(named))}
+    return {"source": SOURCES[name], "whole": whole, "plain": ask(name, ""), "points": points}
+
+
+def run(name: str, time_limit_s: float, _rounds: int, budget: str = "") -> dict[str, Any]:
+    """Child: some steps of `fit`, within a budget or as Keras runs them."""
+    import keras
+
+    import checkmate
+    import checkmate.keras
+
+    keras.utils.set_random_seed(0)
+    model, x, y = PROGRAMS[name]()
+    examples = len(x[0] if isinstance(x, list) else x)
+    fit: dict[str, Any] = {"batch_size": examples, "verbose": 0, "shuffle": False}
+    amount = int(budget) if budget.isdigit() else budget
+    planned = checkmate.keras.fit_within(model, amount, time_limit_s=time_limit_s) if budget else None
+    began = time.process_time()
+    try:
+        model.fit(x, y, epochs=1, **fit)
+    except checkmate.InfeasibleBudgetError as error:
+        return {"refused": error.message, "named_bytes": error.smallest_bytes and round(1.2 * error.smallest_bytes)}
+    first_s = time.process_time() - began
+    began = time.process_time()
+    model.fit(x, y, epochs=4, **fit)
+    step_s = (time.process_time() - began) / 4
+    digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in model.variables)).hexdigest()[:16]
+    found = {"first_s": first_s, "step_s": step_s, "digest": digest}
+    if planned is None:
+        return found
+    graph = planned._function.steps.planned
+    resident = next(iter(graph.values())).capture.graph.resident_bytes
+    figures = {"budget_bytes": planned.budget_bytes, "measured_bytes": planned.measured_bytes, "resident_bytes": resident}
+    return {**found, **figures, "planned_bytes": planned.results[0].peak_bytes, "overhead": planned.results[0].overhead}
+
+
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """What does not hold."""
+    broken = []
+    for budget, asked in row["points"].items():
+        where, point = f"{name} at {budget}", asked.get("retried", asked)
+        if "refused" in point:
+            broken.append(f"{where}: {point['refused']}")
+            continue
+        if point["measured_bytes"] > point["budget_bytes"]:
+            broken.append(f"{where}: measured {mib(point['measured_bytes'])} of {mib(point['budget_bytes'])}")
+        if point["digest"] != row["whole"]["digest"]:
+            broken.append(f"{where}: other bits than keeping everything")
+        if point["first_s"] > PLAN_S:
+            broken.append(f"{where}: the first step took {point['first_s']:.0f} s")
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

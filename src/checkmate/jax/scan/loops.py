@@ -1,0 +1,188 @@
+"""Loops in a traced program: what a loop stacks for its derivative can be computed again in the derivative's own iterations.
+
+The derivative of a `jax.lax.scan` is a second scan, which reads values of each iteration from stacks that the first one writes. A
+program with fewer stacks saves some values of each iteration, and its second loop computes the others from these, from the
+carry before the iteration, and from what the first loop was given. An integer program chooses the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkmate.jax._compat import as_function, opened, traced_as
+from checkmate.jax.graph.capture import Costs
+from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
+from checkmate.jax.scan.choices import cheapest_cut, cut_program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loop:
+    """A `scan` of a trace: its equation, its body, and its inputs and outputs by kind."""
+
+    equation: Equation
+    body: Trace
+
+    def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, carries and stacks among the inputs, or among the arguments of the body."""
+        params = self.equation.eqn.params
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return list(values[:first]), list(values[first:last]), list(values[last:])
+
+    def ends(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Carries and stacks among the outputs, or among the results of the body."""
+        count = self.equation.eqn.params["num_carry"]
+        return list(values[:count]), list(values[count:])
+
+    def run(self, body: Any, carry: Any, stacks: Any) -> tuple[Any, Any]:
+        """The loop with another body."""
+        params = self.equation.eqn.params
+        with traced_as(self.equation.eqn):
+            return jax.lax.scan(body, carry, stacks, params["length"], params["reverse"], params["unroll"])
+
+
+class _Pair:
+    """A loop and the loop of its derivative, with the stacks that only the derivative reads."""
+
+    def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], costs: Costs) -> None:
+        self.loop, self.derivative, self.dropped = loop, derivative, frozenset(dropped)
+        body, self.length = loop.body, loop.equation.eqn.params["length"]
+        _, sources = loop.ends(body.results)
+        stacks = list(zip(loop.ends(loop.equation.outputs)[1], sources, strict=True))
+        self.read = {v: source for v, source in stacks if v in self.dropped}
+        self.kept = {v: source for v, source in stacks if v not in self.dropped}
+        wanted = {source for source in self.read.values() if isinstance(source, int)}
+        free = {source for source in self.kept.values() if isinstance(source, int)}
+        carries = loop.split(body.arguments)[1]
+        made = [v for equation in body.equations for v in equation.outputs]
+        sizes = np.array([0.0 if v in free else float(self.length * body.size_bytes(v)) for v in made])
+        self._cost = np.array([float(self.length * c.cost_ns) for c in costs([(e,) for e in body.equations])])
+        self._made, self._sizes = made, sizes
+        self._carries = [v for v in carries if (v not in free and any(v in e.read for e in body.equations)) or v in wanted]
+        self._program = cut_program(body.equations, wanted, {v: j for j, v in enumerate(made)}, sizes)
+        self.stacked_bytes = self.length * sum(body.size_bytes(v) for v in wanted if v in {*made, *self._carries})
+        self._carry_bytes = self.length * sum(map(body.size_bytes, self._carries))
+
+    def choose(self, room_bytes: float) -> None:
+        """Choose the values that the loop saves, within some bytes as far as the carries leave them."""
+        most = max(0.0, room_bytes - self._carry_bytes)
+        again, saved, _ = cheapest_cut(self._program, self._cost, self._sizes, min(most, self._sizes.sum()), price=1e-12)
+        body = self.loop.body
+        self.again = [e for e, chosen in zip(body.equations, again, strict=True) if chosen]
+        read = {v for e in self.again for v in e.read} | {s for s in self.read.values() if isinstance(s, int)}
+        known = {v: stack for stack, v in self.kept.items() if isinstance(v, int)}
+        self.saved = [v for v, chosen in zip(self._made, saved, strict=True) if chosen and v in read and v not in known]
+        self.saved += [v for v in self.loop.split(body.arguments)[1] if v in read and v not in known]
+        self.known = {v: stack for v, stack in known.items() if v in read}
+
+    def forward(self, values: dict[int, Any]) -> list[Any]:
+        """Run the loop: its carries and kept stacks go to `values`, and the stacks of the saved values are returned."""
+        loop, body = self.loop, self.loop.body
+        constants, carry, stacks = loop.split([_value(values, s) for s in loop.equation.inputs])
+
+        def step(carry: Any, slices: Any) -> Any:
+            local = dict(zip(body.arguments, (*constants, *carry, *slices), strict=True)) | dict(body.constants)
+            for equation in body.equations:
+                local.update(equation.computed(local))
+            ends = [result(local, source) for source in loop.ends(body.results)[0]]
+            return ends, ([result(local, source) for source in self.kept.values()], [local[v] for v in self.saved])
+
+        ends, (kept, saved) = loop.run(step, carry, stacks)
+        values.update(zip((*loop.ends(loop.equation.outputs)[0], *self.kept), (*ends, *kept), strict=True))
+        return saved
+
+    def backward(self, values: dict[int, Any], saved: list[Any]) -> None:
+        """Run the loop of the derivative, in which each iteration computes again what is not saved."""
+        theirs, body = self.loop, self.loop.body
+        constants, _, given = theirs.split([_value(values, s) for s in theirs.equation.inputs])
+        places = theirs.split(body.arguments)
+        known = [values[stack] for stack in self.known.values()]
+        own, carry, stacks = self.derivative.split([s if s in self.dropped else _value(values, s) for s in self._inputs])
+        whole = [None if isinstance(s, int) and s in self.dropped else s for s in self.derivative.split(self._inputs)[2]]
+        closed = self.derivative.equation.eqn.params["jaxpr"]
+        run = as_function(closed, opened(closed)[1])
+
+        def step(carry: Any, slices: Any) -> Any:
+            mine, given, known, saved = slices
+            local = dict(zip((*places[0], *places[2]), (*constants, *given), strict=True)) | dict(body.constants)
+            local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
+            for equation in self.again:
+                local.update(equation.computed(local))
+            remaining = iter(mine)
+            numbers = self.derivative.split(self._inputs)[2]
+            read = [
+                next(remaining) if s is not None else result(local, self.read[n]) for s, n in zip(whole, numbers, strict=True)
+            ]
+            return self.derivative.ends(run(*own, *carry, *read))
+
+        mine = [stack for stack, s in zip(stacks, whole, strict=True) if s is not None]
+        ends, ys = self.derivative.run(step, carry, (mine, given, known, saved))
+        values.update(zip(self.derivative.equation.outputs, (*ends, *ys), strict=True))
+
+    @property
+    def _inputs(self) -> tuple[Source, ...]:
+        return self.derivative.equation.inputs
+
+
+class Loops:
+    """The loops of a trace that have a derivative in it; ``stacked_bytes`` are those of the stacks that could be left out."""
+
+    def __init__(self, trace: Trace, costs: Costs, *, none: bool = False) -> None:
+        self._trace = trace
+        readers: dict[int, list[Equation]] = {}
+        for equation in trace.equations:
+            for v in equation.read:
+                readers.setdefault(v, []).append(equation)
+        results = {v for v in trace.results if isinstance(v, int)}
+        self._pairs: list[_Pair] = []
+        scans = [] if none else [e for e in trace.equations if e.kind == "scan" and not _must_run_once(e)]
+        loops = {id(e): _Loop(e, flattened(e.eqn.params["jaxpr"])) for e in scans}
+        taken = set[int]()
+        for equation in scans:
+            loop, found = loops[id(equation)], dict[int, list[int]]()
+            for v in loop.ends(equation.outputs)[1]:
+                used = readers.get(v, [])
+                if len(used) == 1 and id(used[0]) in loops and v not in results and equation.eqn.params["length"] > 1:
+                    stacks = loops[id(used[0])].split(used[0].inputs)[2]
+                    if stacks.count(v) == used[0].inputs.count(v) == 1:
+                        found.setdefault(id(used[0]), []).append(v)
+            reader = max(found, key=lambda r: sum(map(trace.size_bytes, found[r])), default=None)
+            if reader is not None and not taken.intersection((id(equation), reader)):
+                taken.update((id(equation), reader))
+                self._pairs.append(_Pair(loop, loops[reader], found[reader], costs))
+        self.stacked_bytes = sum(pair.stacked_bytes for pair in self._pairs)
+
+    def saving(self, room_bytes: int, arguments: Sequence[Any]) -> Trace:
+        """The program for the same arguments, whose loops stack about `room_bytes` at most for their derivatives."""
+        trace = self._trace
+        for pair in self._pairs:
+            pair.choose(room_bytes * pair.stacked_bytes / max(1, self.stacked_bytes))
+        first = {id(pair.loop.equation): pair for pair in self._pairs}
+        second = {id(pair.derivative.equation): pair for pair in self._pairs}
+
+        def run(*arrays: Any) -> list[Any]:
+            values = dict(zip(trace.arguments, arrays, strict=True)) | dict(trace.constants)
+            saved: dict[int, list[Any]] = {}
+            for equation in trace.equations:
+                if id(equation) in first:
+                    saved[id(first[id(equation)])] = first[id(equation)].forward(values)
+                elif id(equation) in second:
+                    second[id(equation)].backward(values, saved[id(second[id(equation)])])
+                else:
+                    values.update(equation.computed(values))
+            return [result(values, v) for v in trace.results]
+
+        return flattened(jax.make_jaxpr(run)(*arguments))
+
+
+def _must_run_once(equation: Equation) -> bool:
+    """Whether a loop has effects; collectives inside only need their axes."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.eqn.effects)
+
+
+def _value(values: dict[int, Any], source: Source) -> Any:
+    return values[source] if isinstance(source, int) else source.val

@@ -1,0 +1,149 @@
+"""The body of a loop is planned with the function around it: what the loop stacks for its derivative fits the budget."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import checkmate.jax as cj
+from tests.jax.networks import difference, transformer, transformer_loss
+
+LAYERS = 6
+
+
+def block(x, w):
+    return x + jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), (x**2).mean()
+
+
+def layers(width=16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    up = jax.random.normal(keys[0], (LAYERS, width, 4 * width)) / 4
+    return {"up": up, "down": jax.random.normal(keys[1], (LAYERS, 4 * width, width)) / 8}, jax.random.normal(
+        keys[2], (512, width)
+    )
+
+
+def stacked(weights, x):
+    """A model of stacked layers."""
+    x, norms = jax.lax.scan(block, x, weights)
+    return (x**2).mean() + norms.sum()
+
+
+def backwards_with_dropout(weights, x):
+    """Layers from the last to the first, with a key and a counter in the carry."""
+
+    def body(carry, w):
+        x, key, count = carry
+        key, own = jax.random.split(key)
+        x, norm = block(x * jax.random.bernoulli(own, 0.9, x.shape), w)
+        return (x, key, count + 1), norm
+
+    (x, _, count), norms = jax.lax.scan(body, (x, jax.random.key(1), 0), weights, reverse=True)
+    return (x**2).mean() * count + norms.sum()
+
+
+def recurrent(weights, x):
+    """Two recurrent layers: the inputs of the second loop are what the first one returns."""
+
+    def cell(w, state, x):
+        gates = jax.nn.sigmoid(x @ w["up"][0] + state @ w["up"][1])
+        state = jnp.tanh(gates @ w["down"][0]) + state
+        return state, state
+
+    xs = x.reshape(16, 32, -1)
+    for _ in range(2):
+        _, xs = jax.lax.scan(functools.partial(cell, weights), jnp.zeros((32, 16)), xs)
+    return (xs**2).mean()
+
+
+def unread(weights, x):
+    """Runge-Kutta steps through `jax.nn.softplus`, whose derivative has values in its loop that nothing reads."""
+
+    def slope(y):
+        return jax.nn.softplus(jax.nn.softplus(y @ weights["up"][0]) @ weights["down"][0])
+
+    def step(y, _):
+        return y + 0.1 * slope(y + 0.05 * slope(y)), None
+
+    return (jax.lax.scan(step, x, None, length=8)[0] ** 2).mean()
+
+
+def temp_bytes(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("loss", [stacked, backwards_with_dropout, recurrent])
+def test_loops_save_less_within_a_budget(loss):
+    """Half of the bytes is kept, with the gradients of the loss, at less than the cost of a second forward."""
+    weights, x = layers()
+    planned = cj.remat(loss, budget="50%", costs="estimated", time_limit_s=2)
+    taken = temp_bytes(jax.value_and_grad(planned), weights, x)
+    assert planned.graph.resident_bytes + taken <= planned.budget_bytes
+    assert taken < 0.6 * temp_bytes(jax.value_and_grad(loss), weights, x)
+    assert 1 < planned.result.overhead < 1.34
+    exact, given = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (loss, planned))
+    assert difference(exact, given) < 1e-5
+
+
+@pytest.mark.parametrize(("loss", "arguments"), [(unread, layers), (transformer_loss, transformer)])
+def test_the_graph_has_the_bytes_that_are_compiled(loss, arguments):
+    """Ops are fused as XLA fuses them, and stacks that nothing reads are left out: what is planned is nearly what is compiled."""
+    given = arguments()
+    planned = cj.remat(loss, budget="100%", costs="estimated")
+    jax.eval_shape(jax.grad(planned), *given)
+    assert planned.result.peak_bytes - planned.graph.resident_bytes == pytest.approx(planned.temp_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_loops_in_shard_map(averages):
+    """Collectives in the body of a loop, or only around it."""
+
+    def loss(weights, x):
+        def body(x, w):
+            x, norm = block(x, w)
+            return (x - jax.lax.pmean(x.mean(), "data") if averages else x), norm
+
+        x, norms = jax.lax.scan(body, x, weights)
+        return (x**2).mean() + norms.sum()
+
+    def program(loss):
+        def on_device(weights, x):
+            found = jax.value_and_grad(loss)(weights, x)
+            return jax.tree.map(lambda a: jax.lax.pmean(a, "data"), found)
+
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+        specs = PartitionSpec(), PartitionSpec("data")
+        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    weights, x = layers()
+    planned = cj.remat(loss, budget="70%", costs="estimated", time_limit_s=2)
+    assert difference(jax.jit(program(loss))(weights, x), jax.jit(program(planned))(weights, x)) < 1e-5
+    assert planned.graph.resident_bytes + planned.temp_bytes <= planned.budget_bytes
+
+
+def test_a_planned_step_plans_its_loops():
+    """The loops of a whole step, whose derivative the step itself takes, and a second call of the same plan."""
+    weights, x = layers()
+
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(stacked)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    planned = cj.plan(step, weights, x, budget="50%", costs="estimated", donate_argnums=0, time_limit_s=2)
+    program = jax.jit(planned, donate_argnums=0).lower(weights, x).compile()
+    assert planned.graph.resident_bytes + program.memory_analysis().temp_size_in_bytes <= planned.budget_bytes
+    assert difference(jax.jit(step)(weights, x), jax.jit(planned)(weights, x)) < 1e-5
+
+
+def test_a_loop_within_other_transformations():
+    """Examples of `jax.vmap`, and another call of the same function, whose trace is a new one."""
+    weights, x = layers()
+    planned = cj.remat(stacked, budget="50%", costs="estimated", time_limit_s=2)
+    batch = x.reshape(4, 128, -1)
+    expected = jax.vmap(jax.grad(stacked), (None, 0))(weights, batch)
+    for _ in range(2):
+        assert difference(expected, jax.vmap(jax.grad(planned), (None, 0))(weights, batch)) < 1e-5
