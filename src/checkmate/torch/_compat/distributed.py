@@ -46,7 +46,9 @@ def uses_fsdp(model: torch.nn.Module) -> bool:
 def fsdp_groups() -> list[FSDPGroup]:
     """Every parameter group of ``fully_shard`` in this process, whichever model it belongs to."""
     module = sys.modules.get("torch.distributed._composable_state")
-    states = [] if module is None else [ref() for ref in list(module._module_state_mapping.values())]
+    if module is None or not module._module_state_mapping:
+        return []
+    states = [ref() for ref in list(module._module_state_mapping.values())]
     groups = {id(group): group for state in states for group in getattr(state, "_fsdp_param_groups", ())}
     return [_fsdp_group(group) for group in groups.values()]
 

@@ -66,7 +66,7 @@ class PendingKernels:
         def cpp_pybinding(self_: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
             if threading.get_ident() != thread:
                 return build_one(self_, argtypes, source_code)
-            self._kernels.append(_Kernel(tuple(argtypes), source_code, self))
+            self._kernels.append(_Kernel(tuple(argtypes), source_code, self, sys._getframe(1).f_globals))
             return self._kernels[-1]
 
         def triton(self_: AsyncCompile, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +109,7 @@ class _Kernel:
     argtypes: tuple[str, ...]
     source: str  # C++ source of a function ``kernel``
     pending: PendingKernels
+    module: dict[str, Any]  # the namespace of the generated module
     run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -139,7 +140,8 @@ def _build_file(kernels: Sequence[_Kernel]) -> None:
     module = _CodeCache.load_async(_source(distinct), extra_flags=_INLINING if is_gcc() else ())()
     functions = {kernel: getattr(module, f"kernel_{i}") for i, kernel in enumerate(distinct)}
     for kernel in kernels:
-        kernel.run = functions[kernel.argtypes, kernel.source]
+        kernel.run = run = functions[kernel.argtypes, kernel.source]
+        kernel.module.update({name: run for name, value in kernel.module.items() if value is kernel})
 
 
 def _source(kernels: Sequence[tuple[tuple[str, ...], str]]) -> str:

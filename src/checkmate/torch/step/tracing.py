@@ -32,9 +32,10 @@ from checkmate.torch.step.recipe import StepSpec
 _DYNAMO_CONFIG = {
     "recompile_limit": 64,  # shapes of one step; after torch's default of 8 a step would run unplanned, without an error
     "trace_autograd_ops": True,  # the backward of a whole step is a call of torch.autograd.grad
-    "skip_tensor_guards_with_matching_dict_tags": False,  # PyTorch 2.11 would go on training a layer that is frozen later
     "optimize_ddp": False,  # it cuts the graph at the buckets of DistributedDataParallel
 }
+if torch.__version__ < (2, 13):  # it would go on training a layer that is frozen later
+    _DYNAMO_CONFIG["skip_tensor_guards_with_matching_dict_tags"] = False
 _LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 

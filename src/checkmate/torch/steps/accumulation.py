@@ -30,9 +30,8 @@ class GradientSources:
         # By the identity of a leaf: whether its gradient was the one that a compiled backward had returned. A lookup in a
         # WeakIdKeyDictionary takes 5 us, and each backward needs several for each parameter.
         self._sole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
-        self.added: dict[
-            int, int
-        ] = {}  # by the leaf: the backward of autograd in which a compiled backward added to its gradient
+        self.added = dict[int, int]()  # by the leaf: the backward of autograd in which a compiled backward added to its gradient
+        self.seen: object = None  # leaves of a run, as it has them, that are all recorded
 
     def _known(self, leaf: torch.Tensor) -> bool | None:
         known = self._sole.get(id(leaf))
@@ -54,6 +53,7 @@ class GradientSources:
     def _forget(self, key: int) -> None:
         self._sole.pop(key, None)
         self.added.pop(key, None)
+        self.seen = None
 
     def accumulates(self, leaf: torch.Tensor) -> bool:
         """Whether a compiled backward may add to the gradient of a leaf in place, with the same result as autograd."""
@@ -79,6 +79,7 @@ class Accumulation(AbstractContextManager[None]):
     def __init__(self, leaves: Mapping[int, torch.Tensor], positions: Set[int], sources: GradientSources) -> None:
         self._sources = sources
         unseen = sources.unseen(leaves)
+        self.saw_all = not unseen  # whether some backward has recorded each leaf
         adding = [k for k in positions if k in leaves and sources.accumulates(leaves[k])]
         # With create_graph=True, which keeps the graph, autograd adds out of place.
         nodes = grad_accumulators() if (adding or unseen) and not keeps_graph() else {}

@@ -60,7 +60,7 @@ class Announcements:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which watched steps see
         made = recorder.made()
         if alone:
-            counted = held_in_flight(forwards)
+            counted = recorder.held(forwards)
             made_bytes = sum(size for key, size in made.items() if key not in counted)
             if allotted is not None and allotted.eager_bytes is not None and made_bytes <= allotted.eager_bytes:
                 return  # it was compiled to leave this much
@@ -131,7 +131,7 @@ class Announcements:
 
     def _held_bytes(self, planned: PlannedGraph, forwards: Iterable[Run], besides: Container[int] = ()) -> int:
         """Bytes that exist now, of the step and of everything else."""
-        held = self._recorder.present() | held_in_flight(forwards)
+        held = self._recorder.present() | self._recorder.held(forwards)
         # Tensors that were outside of a graph when it was compiled may belong to another graph since then.
         outside = planned.resident.other_bytes if self._memory is None else self._memory.besides(held)
         rest = planned.resident.total_bytes - planned.resident.other_bytes
@@ -153,12 +153,3 @@ class Announcements:
             format_bytes(most_bytes),
             format_bytes(total_bytes) + (f", {budget} of what is known by now" if budget.is_share else ""),
         )
-
-
-def held_in_flight(forwards: Iterable[Run]) -> dict[int, int]:
-    """Bytes of each storage that graphs in flight hold, by its key: a storage that several graphs hold counts once."""
-    found: dict[int, int] = {}
-    for run in forwards:
-        found.update(run.inputs)
-        found.update(run.held)
-    return found

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -30,10 +31,10 @@ from checkmate.core.result import Result
 from checkmate.torch._compat.dynamo import untraced
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import current_bytes, leaves, storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.storages import current_bytes, leaves, storage_key, strided_parts
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.accumulation import Accumulation
-from checkmate.torch.steps.announcements import Announcements, held_in_flight
+from checkmate.torch.steps.announcements import Announcements
 from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
@@ -123,14 +124,12 @@ class Coordinator:
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with _LOCK:
-            self._recorder.leave()
-            return sum(held_in_flight(self._pending).values())
+            return sum(self._recorder.held(self._pending).values())
 
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph with some inputs and their gradients, nor to the present step."""
         with _LOCK:
-            present = {} if self._recorder.over else self._recorder.present()
-            known = held_in_flight(self._pending) | present
+            known = self._recorder.held(self._pending) | ({} if self._recorder.over else self._recorder.present())
             if device.type == "cuda" or self._memory is None or not self.in_flight:
                 gc.collect()  # compilation leaves cycles, which hold earlier models
                 self._memory = device_memory(device)
@@ -234,13 +233,11 @@ class Coordinator:
             results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
             results.insert(planned.num_outputs, token)
             # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then: the
-            # only sign is that the saved tensors are freed. At exit there is nothing left to count.
-            weakref.finalize(token.untyped_storage(), _drop, key := storage_key(token)).atexit = False
-            _IN_FLIGHT[key] = self, run
+            # only sign is that the saved tensors are freed.
+            key = storage_key(token)
+            _IN_FLIGHT[key] = self, run, weakref.ref(token.untyped_storage(), lambda _: _drop(key))
             with self._update():
-                if self._recorder.like is None:
-                    run.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in run.inputs)
-                self._recorder.end_forward(run, results[: planned.num_outputs])
+                self._recorder.end_forward(run, results)
                 self._pending.append(run)
                 self._announcements.after_segment()
         return results
@@ -256,9 +253,6 @@ class Coordinator:
                 self._begin_step(planned, args)
             program = self._planned_program(planned)
             run = self._recorder.begin_forward(planned, program or planned.own, args, transient)
-            if self._recorder.like is None:
-                run.inputs = _storages(a for a in args if isinstance(a, torch.Tensor))
-                run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
             if run.program.undefined:
                 run.arguments = ForwardArguments(planned, args)
             if program is None:
@@ -305,7 +299,8 @@ class Coordinator:
             return results
         assert program.backward is not None
         undefined = frozenset(t for t, value in enumerate(args[first:]) if value is None)
-        leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
+        known = run.leaves is self.steps.sources.seen and not program.accumulated  # as in nearly every step
+        leaves = {} if known else {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
         accumulation = Accumulation(leaves, program.accumulated, self.steps.sources)
         with self._eager.paused(), accumulation:
             args[first:] = planned.materialized(args[first:], program.undefined)
@@ -317,6 +312,8 @@ class Coordinator:
                 for k in planned.without_gradient(undefined):
                     results[k] = None
         accumulation.hand_over(results)
+        if accumulation.saw_all and leaves:
+            self.steps.sources.seen = run.leaves
         return results
 
     def _may_be_over(self) -> bool:
@@ -337,7 +334,7 @@ class Coordinator:
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)
         self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
-        if any(owner is not self and owner.in_flight for owner, _ in list(_IN_FLIGHT.values())):
+        if any(owner is not self and owner.in_flight for owner, *_ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
 
     def _after_backward(self) -> None:
@@ -389,7 +386,7 @@ class Coordinator:
             self._machine.on(StepEvent.NONE_WAITS)
 
 
-_IN_FLIGHT: dict[int, tuple[Coordinator, Run]] = {}
+_IN_FLIGHT: dict[int, tuple[Coordinator, Run, weakref.ref[torch.UntypedStorage]]] = {}
 """Forwards whose saved tensors exist, and the coordinator of the thread that ran each, by the key of the token's storage."""
 
 
@@ -399,7 +396,7 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
     found = _IN_FLIGHT.get(storage_key(token))
     if found is None:
         return coordinator().backward_through_hooks(planned, args)
-    owner, run = found
+    owner, run, _ = found
     if not _thread.trains:  # on a GPU this is a thread of autograd, and its recomputations belong to the same step
         _thread.coordinator = owner
     results = owner.backward(run, args)
@@ -409,8 +406,8 @@ def run_backward(planned: PlannedGraph, args: list[Any]) -> Any:
 
 def _drop(key: int) -> None:
     """Note that the saved tensors of a forward were freed: its backward cannot run."""
-    if key in _IN_FLIGHT:
-        owner, run = _IN_FLIGHT.pop(key)
+    if key in _IN_FLIGHT and not sys.is_finalizing():
+        owner, run, _ = _IN_FLIGHT.pop(key)
         run.arguments = None
         with owner._update():
             owner._give_up(run)
@@ -443,8 +440,3 @@ def _warn_of_threads() -> None:
 def _see_updates() -> None:
     register_optimizer_step_pre_hook(untraced(lambda *_: coordinator().end_watch()))
     register_optimizer_step_post_hook(untraced(lambda optimizer, *_: coordinator().optimizer_ran(optimizer)))
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage, by its key."""
-    return {storage_key(t): storage_bytes(t) for t in tensors}

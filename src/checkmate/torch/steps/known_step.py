@@ -14,7 +14,7 @@ from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import StepRecorder, StepSequence
-from checkmate.torch.steps.run import SeenStorage, StorageRef, gradient_parts, gradients_of
+from checkmate.torch.steps.run import SeenStorage, StorageRef, gradient_parts
 from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
@@ -67,9 +67,9 @@ class KnownStep:
     def gradients(
         self, sources: GradientSources, existing: Set[int] | None = None, *, cleared: Set[int] | None = None
     ) -> Gradients:
-        """The gradients before the step."""
+        """The gradients before the step, of given leaves or, by default, of those that have one now."""
         runs = self.recorder.runs
-        if existing is None and not gradients_of(self.leaves):
+        if existing is not None and not existing:
             return Gradients(frozenset(), (frozenset(),) * len(runs))
         leaves = [[(k, t) for k, leaf in run.leaves if (t := leaf()) is not None] for run in runs]
         if existing is None:

@@ -158,8 +158,8 @@ class KnownSteps:
         return [step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves]
 
     def _plan_of(self, step: KnownStep, args: Sequence[Any]) -> StepPlan | None:
-        gradients = step.gradients(self.sources)
         storages = step.gradient_storages()
+        gradients = step.gradients(self.sources, None if storages else frozenset())
         before, ignored_bytes = step.plans.get(gradients), step.ignored_bytes
         counted = step.first.device.type == "cuda"  # by the allocator
         if counted:

@@ -9,9 +9,12 @@ all, from its first segment on: from these references and the record that it fol
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress, count
+from operator import is_not
 from typing import Any
 
 import torch
@@ -124,6 +127,8 @@ class StepRecorder:
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
+        run.inputs = _storages(args)
+        run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
         run.held_bytes = self.eager_bytes + self._returned_bytes
         self._note_existing(run)
         self.forwards.append(run)
@@ -152,7 +157,7 @@ class StepRecorder:
         if before is None or backward or before.planned is not planned:
             return None
         tensors = tuple(map(weakref.ref, args))  # of one tensor there is one such reference
-        fresh = [k for k, (now, then) in enumerate(zip(tensors, before.tensors, strict=True)) if now is not then]
+        fresh = list(compress(count(), map(is_not, tensors, before.tensors)))
         if any(args[k].is_leaf and args[k].requires_grad for k in fresh):
             return None
         run = Run(planned, program, (), leaves=before.leaves, tensors=tensors)
@@ -206,7 +211,7 @@ class StepRecorder:
                 continue
             run.held_bytes = self._returned_bytes
             args = [tensor() for tensor in run.tensors]
-            run.inputs = {storage_key(a): storage_bytes(a) for a in args if a is not None}
+            run.inputs = _storages(args)
             run.held = {-id(run): run.program.memory.saved_bytes}  # under no storage's key: they were not looked up
             run.given = self._again(again, before.given, [run.fresh.get(k) or ref for k, ref in enumerate(storage_refs(args))])
             run.made = self._again(again, before.made, run.made_refs)
@@ -244,9 +249,11 @@ class StepRecorder:
         self.segments.append((run, backward))
         self._running = True
 
-    def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
-        """Record the outputs that a forward returned to its caller."""
+    def end_forward(self, run: Run, results: Sequence[Any]) -> None:
+        """Record the results of a forward: outputs that it returns to its caller, and then saved tensors."""
+        outputs = results[: run.planned.num_outputs]
         if self.like is None:
+            run.held = {key: size for key, size in _storages(results).items() if key not in run.inputs}
             run.made = self._results(outputs)
         else:
             run.made_refs, self._running = storage_refs(outputs), False
@@ -307,9 +314,12 @@ class StepRecorder:
     @property
     def sequence(self) -> StepSequence:
         """Identity of the step."""
-        if self.like is not None:
-            return self.like.sequence
+        return self._now() if self.like is None else self.like._final
+
+    def _now(self) -> StepSequence:
         return tuple((id(self.runs[r].planned), r, undefined) for r, undefined in self.order)
+
+    _final = functools.cached_property(_now)  # of a record that steps follow, which does not change
 
     @property
     def order(self) -> list[tuple[int, frozenset[int] | None]]:
@@ -352,6 +362,15 @@ class StepRecorder:
         """Bytes of each storage of the step that is alive, by its key."""
         self.leave()
         return {key: seen.size_bytes for key, seen in self._present.items()}
+
+    def held(self, forwards: Iterable[Run]) -> dict[int, int]:
+        """Bytes of each storage that graphs in flight hold, by its key: a storage that several graphs hold counts once."""
+        self.leave()
+        found: dict[int, int] = {}
+        for run in forwards:
+            found.update(run.inputs)
+            found.update(run.held)
+        return found
 
     def _see(
         self, tensor: torch.Tensor, source: int | None = None, *, transient: Mapping[int, int] | None = None, least_bytes: int = 0
@@ -421,6 +440,11 @@ class StepRecorder:
             return self.like.is_given(key, storage) or any(ref() is storage for run in self.runs for ref in run.fresh.values())
         seen = self._present.get(key)
         return seen is not None and seen.existed and seen.storage() is storage
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Bytes of the storage of each tensor, by its key."""
+    return {storage_key(v): storage_bytes(v) for v in values if isinstance(v, torch.Tensor)}
 
 
 def _without_segment(removed: int, at: int | None) -> int | None:

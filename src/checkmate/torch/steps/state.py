@@ -19,6 +19,8 @@ class StepState(Enum):
     ENDING = "no forward waits for its backward any more, and eager code of the step may follow"
     INTERRUPTED = "an exception came while the account of the step was changed"
 
+    __hash__ = object.__hash__  # that of `Enum` is written in Python
+
     @property
     def is_under_way(self) -> bool:
         """Whether a forward waits for its backward."""
@@ -33,6 +35,8 @@ class StepEvent(Enum):
     BEGIN_PLANNED = "the first graph of a step begins, and a plan is known"
     NONE_WAITS = "the last forward that waited has run its backward, or was given up"
     END = "the step was taken over"
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: Mapping[tuple[StepState, StepEvent], StepState] = {
