@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from checkmate.torch import measure_peak
-from checkmate.torch.graph.optimizer_ops import UPDATE, Updates
+from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, update_parameters
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 
 aten = torch.ops.aten
@@ -101,10 +101,10 @@ def test_updates(kind: str, foreach: bool) -> None:
     """Optimizers loop over parameters by expressions with temporary tensors, and most have more than one of them."""
     parameter, gradient = torch.nn.Parameter(torch.randn(256, 64)), torch.randn(256, 64)
     updates = Updates(getattr(torch.optim, kind)([parameter], foreach=foreach))
-    updates.run([0], [gradient])  # makes the state
+    update_parameters([gradient], updates.key, [0])  # makes the state
     graph, mode = fx.Graph(), FakeTensorMode()
     nodes = [graph.placeholder("parameter"), graph.placeholder("gradient")]
     for node in nodes:
         node.meta["val"] = mode.from_tensor(gradient)
     call = graph.call_function(UPDATE, (*nodes, updates.key, 0))
-    assert measure_peak(lambda: updates.run([0], [gradient])) <= estimated_workspace_bytes(call)
+    assert measure_peak(lambda: update_parameters([gradient], updates.key, [0])) <= estimated_workspace_bytes(call)

@@ -48,7 +48,7 @@ def group_updates(
     the budget, if these are more. A call for several updates has at most ``most_workspace_bytes`` of temporary tensors.
     """
     timeline, least = simulate(graph, result.plan), counted_bytes(graph, result, counted)
-    updates, most = _updates(timeline), max(least, budget_bytes)
+    updates, most = _updates(graph, timeline), max(least, budget_bytes)
     limit = timeline.peak_bytes + most - least
     for _ in range(4 if updates else 0):
         limits = min(limit, timeline.peak_bytes), limit
@@ -80,8 +80,7 @@ def call_in_groups(module: fx.GraphModule, groups: Sequence[Group]) -> None:
     module.recompile()
 
 
-def _updates(timeline: Timeline) -> list[Update]:
-    graph = timeline.graph
+def _updates(graph: Graph, timeline: Timeline) -> list[Update]:
     first = {step.op: p for p, step in reversed([*enumerate(timeline.plan.steps)]) if isinstance(step, Compute)}
     later = {o: {*op.clobbered_by} for o, op in enumerate(graph.ops) if op.phase == "optimizer"}
     for a, b in graph.order:
