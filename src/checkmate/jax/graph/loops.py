@@ -206,4 +206,5 @@ def cheapest_cut(program: Program, cost: Floats, size_bytes: Floats, most_bytes:
     found = solve_integer(priced, absolute_gap=1e-5 * max(1.0, float(cost.sum())))  # proofs to the last unit may take minutes
     if found.solution is None:
         raise SolverError("the integer program for the saved values of a loop has no solution")
-    return *np.split(found.solution > 0.5, [len(cost)]), found.bound
+    again, saved = np.split(found.solution > 0.5, [len(cost)])
+    return again, saved, found.bound
