@@ -102,6 +102,7 @@ def wmt() -> Any:
                 y = _Block(rate=0.1)(y, nn.make_causal_mask(target), x)
             return embed.attend(nn.LayerNorm()(y))
 
+    model: Any
     model, tokens = Model(), _integers(200, 8, 64)
 
     def loss(p: Any, source: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
@@ -155,6 +156,7 @@ def resnet() -> Any:
                 x = nn.relu(kept + y)
             return nn.Dense(10)(x.mean((1, 2)))
 
+    model: Any
     model, images = ResNet(), _normal(8, 32, 32, 3)
     variables = model.init(jax.random.key(0), images)
 
@@ -190,6 +192,7 @@ def seq2seq() -> Any:
             state, _ = nn.RNN(nn.LSTMCell(64), return_carry=True)(x)
             return nn.Dense(32)(nn.RNN(nn.LSTMCell(64))(y, initial_carry=state))
 
+    model: Any
     model, x = Model(), jax.nn.one_hot(_integers(32, 16, 48), 32)
     return (lambda p, x, y: _cross_entropy(model.apply(p, x, y), y.argmax(-1))), (model.init(jax.random.key(0), x, x), x, x)
 
@@ -222,6 +225,7 @@ def ppo() -> Any:
             x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
             return nn.log_softmax(nn.Dense(6)(x)), nn.Dense(1)(x)[:, 0]
 
+    model: Any
     model, frames = ActorCritic(), _normal(32, 64, 64, 4)
 
     def loss(p: Any, frames: jax.Array, actions: jax.Array, old: jax.Array, gain: jax.Array) -> jax.Array:
@@ -361,7 +365,8 @@ def levanter() -> Any:
 
         x = hax.fold(block, Layers)(p["embed"].take(Vocabulary, named), p["up"], p["down"])
         logits = hax.dot(x, p["embed"], axis=Embed)
-        return hax.nn.cross_entropy_loss(logits, Vocabulary, hax.nn.one_hot(named, Vocabulary)).mean().scalar()
+        losses: Any = hax.nn.cross_entropy_loss(logits, Vocabulary, hax.nn.one_hot(named, Vocabulary))
+        return losses.mean().scalar()
 
     return loss, (p, _integers(128, 8, 64))
 

@@ -1,6 +1,6 @@
 """Keras programs in the shape of keras.io's, by `model.fit` within budgets; `SOURCES` says which.
 
-For each program: keeping everything by the plan (100 %), 60 %, 40 % and the fixed bytes plus half of what the plan that keeps
+For each program: keeping everything by the plan, 60 %, 40 % and the fixed bytes plus half of what the plan that keeps
 everything needs above them, each in a process of its own. The promises checked are: the measured peak keeps the budget, the
 weights after some steps are those of keeping everything, to the bit, and a refusal names a budget that then works. Times are
 processor times. Exit status 1 if a promise breaks.
@@ -239,7 +239,7 @@ def densenet() -> Any:
             y = layers.Conv2D(12, 3, padding="same")(layers.ReLU()(layers.BatchNormalization()(x)))
             x = layers.Concatenate()([x, y])
         if block == 0:
-            x = layers.AveragePooling2D()(layers.Conv2D(32, 1)(layers.ReLU()(layers.BatchNormalization()(x))))
+            x = layers.AveragePooling2D(2)(layers.Conv2D(32, 1)(layers.ReLU()(layers.BatchNormalization()(x))))
     outputs = layers.Dense(10, activation="softmax")(layers.GlobalAveragePooling2D()(x))
     return _compiled(inputs, outputs), _normal(32, 32, 32, 3), _integers(10, 32)
 
@@ -270,7 +270,8 @@ def vae() -> Any:
             with tf.GradientTape() as tape:
                 mean, logvar = tf.split(self.encoder(images), 2, -1)
                 z = mean + tf.exp(0.5 * logvar) * keras.random.normal(tf.shape(mean), seed=self.seed)
-                likeness = tf.reduce_mean(tf.reduce_sum(keras.losses.binary_crossentropy(images, self.decoder(z)), (1, 2)))
+                misses: Any = keras.losses.binary_crossentropy(images, self.decoder(z))
+                likeness = tf.reduce_mean(tf.reduce_sum(misses, (1, 2)))
                 loss = likeness - 0.5 * tf.reduce_mean(1 + logvar - mean**2 - tf.exp(logvar))
             weights = self.trainable_weights
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
@@ -290,11 +291,12 @@ def siamese() -> Any:
 
     convolutions = [layers.Conv2D(w, 5, activation="tanh") for w in (8, 16)]
     body = Sequential(
-        [Input((28, 28, 1)), layers.BatchNormalization(), convolutions[0], layers.AveragePooling2D(), convolutions[1]]
+        [Input((28, 28, 1)), layers.BatchNormalization(), convolutions[0], layers.AveragePooling2D(2), convolutions[1]]
     )
-    one = Sequential([body, layers.AveragePooling2D(), layers.Flatten(), layers.Dense(10, activation="tanh")])
+    one = Sequential([body, layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(10, activation="tanh")])
     a, b = Input((28, 28, 1)), Input((28, 28, 1))
-    distance = keras.ops.sqrt(keras.ops.sum((one(a) - one(b)) ** 2, -1, keepdims=True) + 1e-7)
+    squared: Any = keras.ops.sum((one(a) - one(b)) ** 2, -1, keepdims=True)
+    distance = keras.ops.sqrt(squared + 1e-7)
     outputs = layers.Dense(1, activation="sigmoid")(layers.BatchNormalization()(distance))
     return (
         _compiled([a, b], outputs, "binary_crossentropy"),
@@ -311,7 +313,7 @@ def main() -> int:
 
 def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
     """All runs of a program."""
-    whole = ask(name, "100%")
+    whole = ask(name, "1TiB")
     points = {}
     for budget in BUDGETS:
         asked = str((whole["measured_bytes"] + whole["resident_bytes"]) // 2) if budget == HALF else budget
@@ -333,7 +335,7 @@ def run(name: str, time_limit_s: float, _rounds: int, budget: str = "") -> dict[
     examples = len(x[0] if isinstance(x, list) else x)
     fit: dict[str, Any] = {"batch_size": examples, "verbose": 0, "shuffle": False}
     amount = int(budget) if budget.isdigit() else budget
-    planned = checkmate.keras.fit_within(model, amount, time_limit_s=time_limit_s) if budget else None
+    planned: Any = checkmate.keras.fit_within(model, amount, time_limit_s=time_limit_s) if budget else None
     began = time.process_time()
     try:
         model.fit(x, y, epochs=1, **fit)

@@ -78,8 +78,7 @@ class PlannedProgram:
                 self._view_again(values, self._fences[p])
                 made |= since
                 since.clear()
-            again = made.intersection(map(id, self.capture.members[op])) if newest is not None else None
-            if again:
+            if newest is not None and (again := made.intersection(map(id, self.capture.members[op]))):
                 self._compute(values, op, again, selected, values[newest])
                 selected.update(self.capture.outputs[op])
             else:

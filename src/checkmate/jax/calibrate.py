@@ -43,9 +43,9 @@ from checkmate.jax._compat import (
 )
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.loops import Loops
 from checkmate.jax.graph.trace import Equation
 from checkmate.jax.profiler import environment, estimate, signature
-from checkmate.jax.scan.loops import Loops
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -247,7 +247,7 @@ def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBu
 
 
 class _Programs:
-    """The program of a compilation, and those whose loops save less, each with a planner of its own."""
+    """The program of a compilation, and those whose loops save less, each with a separate planner."""
 
     def __init__(self, plain: Compilation, options: PlanningOptions) -> None:
         self.plain, self._options = plain, options
@@ -278,7 +278,12 @@ class _Programs:
         """A plan of nearly the smallest peak; a search ends if its plan takes at most some bytes."""
         loops = self.plain.loops.stacked_bytes
         graph = (self._add(self.plain.saving(0)) if loops else self.by_graph[self.plain.capture.graph.digest][1]).graph
-        return near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes)
+        whole, found = (
+            keep_everything(graph),
+            near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes),
+        )
+        # Fences take bytes too: recomputations that save hardly any are left out.
+        return found if found.peak_bytes < 0.97 * whole.peak_bytes else whole
 
     def _with_loops(self, target_bytes: int) -> Result:
         """Loops save as much as they can so that nothing else is computed again, or else as little as they can."""

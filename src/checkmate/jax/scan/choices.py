@@ -10,20 +10,19 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from checkmate.core.errors import OptionError, SolverError
+from checkmate.core.errors import OptionError
 from checkmate.jax._compat import source_of
 from checkmate.jax.graph.capture import Costs, phases_of_pair
+from checkmate.jax.graph.loops import cheapest_cut, cut_program
 from checkmate.jax.graph.trace import Equation, Pure, is_inexact, trace_pair
 from checkmate.jax.scan.groups import NAME, LayerGroup, Residuals
-from checkmate.solvers.backends.highs import solve_integer
-from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,32 +140,6 @@ class Choices:
             cost=float(self._cost @ again),
         )
         return choice, bound
-
-
-def cut_program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
-    """Variables: the equations of the forward to compute again, then the names to save. The last row limits the saved bytes.
-
-    Every value that the derivative or a recomputation reads is computed again or saved.
-    """
-    maker = {v: k for k, equation in enumerate(ahead) for v in equation.outputs}
-    builder = ProgramBuilder()
-    again, saved = builder.add_columns(np.zeros(len(ahead))), builder.add_columns(np.zeros(len(size_bytes)))
-    rows = [(-1, v) for v in sorted(backward)] + [(k, v) for k, equation in enumerate(ahead) for v in equation.read]
-    rows = [(reader, again[maker[v]], saved[saves[v]] if v in saves else -1) for reader, v in rows if v in maker]
-    readers, makers, names = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    builder.add_rows([(makers, 1.0), (names, 1.0), (readers, -1.0)], low=np.where(readers < 0, 1.0, 0.0))
-    builder.add_row(saved, size_bytes)
-    return builder.build()
-
-
-def cheapest_cut(program: Program, cost: Floats, size_bytes: Floats, most_bytes: float, price: float) -> tuple[Any, Any, float]:
-    """Whether each equation is computed again and each value saved, for the least cost plus price, and a bound on this sum."""
-    limited = np.append(program.row_high[:-1], most_bytes)
-    priced = replace(program, cost=np.concatenate([cost, price * size_bytes]), row_high=limited)
-    found = solve_integer(priced, absolute_gap=1e-5 * max(1.0, float(cost.sum())))  # proofs to the last unit may take minutes
-    if found.solution is None:
-        raise SolverError("the integer program for the saved values of a loop has no solution")
-    return *np.split(found.solution > 0.5, [len(cost)]), found.bound
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:

@@ -7,17 +7,19 @@ carry before the iteration, and from what the first loop was given. An integer p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from checkmate.core.errors import SolverError
 from checkmate.jax._compat import as_function, opened, traced_as
 from checkmate.jax.graph.capture import Costs
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
-from checkmate.jax.scan.choices import cheapest_cut, cut_program
+from checkmate.solvers.backends.highs import solve_integer
+from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +51,12 @@ class _Pair:
     """A loop and the loop of its derivative, with the stacks that only the derivative reads."""
 
     def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], costs: Costs) -> None:
-        self.loop, self.derivative, self.dropped = loop, derivative, frozenset(dropped)
+        self.loop, self.derivative = loop, derivative
         body, self.length = loop.body, loop.equation.eqn.params["length"]
         _, sources = loop.ends(body.results)
         stacks = list(zip(loop.ends(loop.equation.outputs)[1], sources, strict=True))
-        self.read = {v: source for v, source in stacks if v in self.dropped}
-        self.kept = {v: source for v, source in stacks if v not in self.dropped}
+        self.read = {v: source for v, source in stacks if v in dropped}
+        self.kept = {v: source for v, source in stacks if v not in dropped}
         wanted = {source for source in self.read.values() if isinstance(source, int)}
         free = {source for source in self.kept.values() if isinstance(source, int)}
         carries = loop.split(body.arguments)[1]
@@ -97,35 +99,28 @@ class _Pair:
 
     def backward(self, values: dict[int, Any], saved: list[Any]) -> None:
         """Run the loop of the derivative, in which each iteration computes again what is not saved."""
-        theirs, body = self.loop, self.loop.body
+        theirs, own, body = self.loop, self.derivative, self.loop.body
         constants, _, given = theirs.split([_value(values, s) for s in theirs.equation.inputs])
-        places = theirs.split(body.arguments)
+        fixed, _, sliced = theirs.split(body.arguments)
         known = [values[stack] for stack in self.known.values()]
-        own, carry, stacks = self.derivative.split([s if s in self.dropped else _value(values, s) for s in self._inputs])
-        whole = [None if isinstance(s, int) and s in self.dropped else s for s in self.derivative.split(self._inputs)[2]]
-        closed = self.derivative.equation.eqn.params["jaxpr"]
+        sources = [self.read.get(s) if isinstance(s, int) else None for s in own.equation.inputs]
+        inputs = [_value(values, s) if source is None else None for s, source in zip(own.equation.inputs, sources, strict=True)]
+        mine, carry, stacks = own.split(inputs)
+        closed = own.equation.eqn.params["jaxpr"]
         run = as_function(closed, opened(closed)[1])
 
         def step(carry: Any, slices: Any) -> Any:
-            mine, given, known, saved = slices
-            local = dict(zip((*places[0], *places[2]), (*constants, *given), strict=True)) | dict(body.constants)
+            stacks, given, known, saved = slices
+            local = dict(zip((*fixed, *sliced), (*constants, *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
             for equation in self.again:
                 local.update(equation.computed(local))
-            remaining = iter(mine)
-            numbers = self.derivative.split(self._inputs)[2]
-            read = [
-                next(remaining) if s is not None else result(local, self.read[n]) for s, n in zip(whole, numbers, strict=True)
-            ]
-            return self.derivative.ends(run(*own, *carry, *read))
+            pairs = zip(stacks, own.split(sources)[2], strict=True)
+            read = [stack if source is None else result(local, source) for stack, source in pairs]
+            return own.ends(run(*mine, *carry, *read))
 
-        mine = [stack for stack, s in zip(stacks, whole, strict=True) if s is not None]
-        ends, ys = self.derivative.run(step, carry, (mine, given, known, saved))
-        values.update(zip(self.derivative.equation.outputs, (*ends, *ys), strict=True))
-
-    @property
-    def _inputs(self) -> tuple[Source, ...]:
-        return self.derivative.equation.inputs
+        ends, ys = own.run(step, carry, (stacks, given, known, saved))  # None has no leaves, and stays None in every iteration
+        values.update(zip(own.equation.outputs, (*ends, *ys), strict=True))
 
 
 class Loops:
@@ -186,3 +181,30 @@ def _must_run_once(equation: Equation) -> bool:
 
 def _value(values: dict[int, Any], source: Source) -> Any:
     return values[source] if isinstance(source, int) else source.val
+
+
+def cut_program(ahead: Sequence[Equation], backward: Set[int], saves: Mapping[int, int], size_bytes: Floats) -> Program:
+    """Variables: the equations of the forward to compute again, then the names to save. The last row limits the saved bytes.
+
+    Every value that the derivative or a recomputation reads is computed again or saved.
+    """
+    maker = {v: k for k, equation in enumerate(ahead) for v in equation.outputs}
+    builder = ProgramBuilder()
+    again, saved = builder.add_columns(np.zeros(len(ahead))), builder.add_columns(np.zeros(len(size_bytes)))
+    rows = [(-1, v) for v in sorted(backward)] + [(k, v) for k, equation in enumerate(ahead) for v in equation.read]
+    rows = [(reader, again[maker[v]], saved[saves[v]] if v in saves else -1) for reader, v in rows if v in maker]
+    readers, makers, names = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    builder.add_rows([(makers, 1.0), (names, 1.0), (readers, -1.0)], low=np.where(readers < 0, 1.0, 0.0))
+    builder.add_row(saved, size_bytes)
+    return builder.build()
+
+
+def cheapest_cut(program: Program, cost: Floats, size_bytes: Floats, most_bytes: float, price: float) -> tuple[Any, Any, float]:
+    """Whether each equation is computed again and each value saved, for the least cost plus price, and a bound on this sum."""
+    limited = np.append(program.row_high[:-1], most_bytes)
+    priced = replace(program, cost=np.concatenate([cost, price * size_bytes]), row_high=limited)
+    found = solve_integer(priced, absolute_gap=1e-5 * max(1.0, float(cost.sum())))  # proofs to the last unit may take minutes
+    if found.solution is None:
+        raise SolverError("the integer program for the saved values of a loop has no solution")
+    again, saved = np.split(found.solution > 0.5, [len(cost)])
+    return again, saved, found.bound
