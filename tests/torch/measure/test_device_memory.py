@@ -9,7 +9,7 @@ from checkmate.torch.measure.device_memory import device_memory
 CPU = torch.device("cpu")
 
 
-def test_a_gradient_that_nobody_has_read_counts() -> None:
+def test_a_gradient_that_python_has_not_read_counts() -> None:
     """C++ alone holds it: the gradients of another model, which Python had not asked for, were found in some steps only."""
     weight = torch.ones(1 << 16, requires_grad=True)
     before = device_memory(CPU).total_bytes
