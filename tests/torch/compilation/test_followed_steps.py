@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkmate.torch  # noqa: F401 - registers the backend
+from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.recorder import StepRecorder
@@ -31,7 +32,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     begin = StepRecorder._begin
 
     def count(self: StepRecorder, run: Any, *, backward: bool) -> None:
-        segments.append(backward)
+        if self.like is None:
+            segments.append(backward)
         begin(self, run, backward=backward)
 
     monkeypatch.setattr(StepRecorder, "_begin", count)
@@ -53,6 +55,21 @@ def test_each_hundredth_step_is_recorded(recorded: list[bool]) -> None:
     for _ in range(200):
         step()
     assert recorded == [False, True] * 2
+
+
+def test_held_bytes_of_a_followed_step_are_those_of_a_recorded_one() -> None:
+    """Whoever asks first: graphs of a followed step have no account before it is recorded after all."""
+    model, x = mlp(2, dropout=0.0), torch.randn(8, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "100%", **QUICK})
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = run(x).sum()
+        recorder = coordinator()._recorder
+        found.append((recorder.like is not None, recorder.held(recorder.forwards).keys() >= {storage_key(x)}))
+        loss.backward()
+    assert found[0] == (False, True)
+    assert found[-1] == (True, True)
 
 
 def test_a_planned_step_takes_little_processor_time_beside_its_ops() -> None:

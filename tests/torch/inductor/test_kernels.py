@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +52,16 @@ def test_a_kernel_that_is_called_before_it_is_built_is_built() -> None:
     out = torch.empty(1)
     scope["kernel"](torch.ones(1), out, 1)
     assert out.item() == 2
+
+
+def test_a_built_kernel_takes_the_place_of_its_stand_in() -> None:
+    """A step calls a hundred: the generated module calls C++ itself."""
+    pending, module = PendingKernels(), {"AsyncCompile": AsyncCompile, "arguments": (ARGUMENTS, source("x + 2"))}
+    with pending.collecting():
+        exec("kernel = AsyncCompile().cpp_pybinding(*arguments)\nalso = kernel", module)
+    pending.build()
+    assert isinstance(module["kernel"], BuiltinFunctionType)
+    assert module["also"] is module["kernel"]
 
 
 def test_kernels_outside_are_built_at_once() -> None:

@@ -62,6 +62,7 @@ def cuda(seeming_gpu: Callable[..., None]) -> Device:
         "device_count": lambda: 0,
         "synchronize": lambda device=None: None,
         "memory_allocated": lambda _=None: device.held,
+        "memory_stats_as_nested_dict": lambda _=None: {"allocated_bytes": {"all": {"current": device.held}}},
         "max_memory_allocated": lambda _=None: device.peak,
         "reset_peak_memory_stats": device.reset,
         "mem_get_info": lambda _=None: (HAS - device.held, HAS),

@@ -58,7 +58,7 @@ class Announcements:
         alone = planned.alone and (len(forwards) == 1 or not planned.replaceable or planned.options.plan is not None)
         if alone and not recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which watched steps see
-        made = recorder.made()
+        made = recorder.present(made=True)
         if alone:
             counted = recorder.held(forwards)
             made_bytes = sum(size for key, size in made.items() if key not in counted)

@@ -196,7 +196,7 @@ class Coordinator:
 
     def _update(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the account of the step changes; see `StateMachine.update`."""
-        return self._machine.update(_LOCK, self._eager.paused())
+        return self._machine.update(_LOCK, self._eager.paused()) if self._eager.is_watched else self._machine.update(_LOCK)
 
     def _recover(self) -> None:
         """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
@@ -330,6 +330,7 @@ class Coordinator:
         self._plan, self._position, self._updated = None, 0, False
         self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
         self._recorder.like = None if self._eager.is_watched else self.steps.record_to_follow(planned)
+        self._recorder.bare = self.steps.bare
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)
@@ -343,6 +344,8 @@ class Coordinator:
 
     def _end_step(self) -> None:
         """Take over a step that is over."""
+        if self._recorder.over and self.state is StepState.BETWEEN:
+            return
         with self._update():
             if not self.in_flight and not self._recorder.over and self._recorder.complete:
                 self._eager.end_step(seen=self.steps.add(self._recorder))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch.utils import _pytree as pytree
 
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import TorchDispatchMode, top_mode
 from checkmate.torch._compat.distributed import wrapper_runs
 from checkmate.torch._compat.engine import current_backward
@@ -116,7 +117,7 @@ class EagerCode:
 
     def paused(self) -> AbstractContextManager[None]:
         """Context of code that is not the user's."""
-        return nullcontext() if self._watch is None else _paused(self._watch)
+        return nullcontext() if self._watch is None else replaced(self._watch, "paused", True)
 
     def end_step(self, seen: bool) -> None:
         """Note that the step of the called functions is over, and whether its eager code was seen."""
@@ -131,15 +132,6 @@ class EagerCode:
         self.end()
         self._callers.clear()
         self._seen.clear()
-
-
-@contextmanager
-def _paused(watch: EagerWatch) -> Generator[None]:
-    before, watch.paused = watch.paused, True
-    try:
-        yield
-    finally:
-        watch.paused = before
 
 
 def _parts(values: object) -> list[torch.Tensor]:

@@ -40,6 +40,7 @@ class KnownSteps:
         self._followed: dict[tuple[int, int], KnownStep] = {}  # by the identities of the step before and of the first graph
         self._allotments: dict[str, StepAllotment] = {}
         self._traces_again = False
+        self.bare = False  # whether no leaf of the expected step had a gradient when the step began
         self._warned: set[int] = set()
 
     def close(self, recorder: StepRecorder) -> None:
@@ -159,7 +160,8 @@ class KnownSteps:
 
     def _plan_of(self, step: KnownStep, args: Sequence[Any]) -> StepPlan | None:
         storages = step.gradient_storages()
-        gradients = step.gradients(self.sources, None if storages else frozenset())
+        self.bare = not storages
+        gradients = step.gradients(self.sources, frozenset() if self.bare else None)
         before, ignored_bytes = step.plans.get(gradients), step.ignored_bytes
         counted = step.first.device.type == "cuda"  # by the allocator
         if counted:

@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, count
+from itertools import chain, compress, count
 from operator import is_not
 from typing import Any
 
@@ -38,6 +38,7 @@ class StepRecorder:
     machine: StateMachine
     watched: bool = False  # whether eager code is seen
     like: StepRecorder | None = None  # the record that this step follows so far
+    bare: bool = False  # whether no leaf of that record had a gradient when this step began
     over: bool = False  # whether the backward of the step is over, or another step has begun
     forwards: list[Run] = field(default_factory=list)  # in the order in which they began
     runs: list[Run] = field(default_factory=list)  # those whose backward runs
@@ -116,9 +117,19 @@ class StepRecorder:
     def begin_forward(self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins. Transient storages, by key, are counted elsewhere, and have no bytes here."""
         run = None if transient else self._following_forward(planned, program, args)
-        if run is not None:
-            return run
-        self.leave()
+        if run is None:
+            self.leave()
+            run = self._recorded_forward(planned, program, args, transient)
+        if self.like is None or self.segments or not self.bare:
+            self._note_existing(run)
+        self.forwards.append(run)
+        self.runs.append(run)
+        self._begin(run, backward=False)
+        return run
+
+    def _recorded_forward(
+        self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]
+    ) -> Run:
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
         given = tuple(
             self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
@@ -130,10 +141,6 @@ class StepRecorder:
         run.inputs = _storages(args)
         run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
         run.held_bytes = self.eager_bytes + self._returned_bytes
-        self._note_existing(run)
-        self.forwards.append(run)
-        self.runs.append(run)
-        self._begin(run, backward=False)
         self._watch_versions(given, args)
         return run
 
@@ -152,8 +159,7 @@ class StepRecorder:
 
     def _following_forward(self, planned: PlannedGraph, program: Program, args: Sequence[Any]) -> Run | None:
         """The run of a forward as the followed record has it next, with the same parameters; None if it is another one."""
-        at, like = len(self.segments), self.like
-        before, backward = like.segments[at] if like is not None and at < len(like.segments) else (None, True)
+        before, backward = self._expected
         if before is None or backward or before.planned is not planned:
             return None
         tensors = tuple(map(weakref.ref, args))  # of one tensor there is one such reference
@@ -162,27 +168,20 @@ class StepRecorder:
             return None
         run = Run(planned, program, (), leaves=before.leaves, tensors=tensors)
         run.fresh = {k: weakref.ref(args[k].untyped_storage()) for k in fresh}
-        self._note_existing(run)
-        self.forwards.append(run)
-        self.runs.append(run)
-        self.segments.append((run, False))
-        self._running = True
         return run
 
-    def _following_backward(self, run: Run) -> Run | None:
-        """The run of the followed record whose backward comes next there too, with the same undefined tangents; or None."""
+    @property
+    def _expected(self) -> tuple[Run | None, bool]:
+        """The segment that comes next in the followed record, if any."""
         at, like = len(self.segments), self.like
-        if like is None or at >= len(like.segments):
-            return None
-        before, backward = like.segments[at]
-        same = backward and before is like.runs[self.runs.index(run)] and before.undefined == run.undefined
-        return before if same else None
+        return like.segments[at] if like is not None and at < len(like.segments) else (None, False)
 
     def begin_backward(self, run: Run, tangents: Sequence[Any]) -> None:
         """Record that a backward begins."""
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
-        following = self._following_backward(run) is not None
-        if following:
+        (before, backward), like = self._expected, self.like
+        ends = before is not None and backward and before.undefined == run.undefined
+        if ends and like is not None and before is like.runs[self.runs.index(run)]:
             run.tangent_refs = storage_refs(tangents)
         else:
             self.leave()
@@ -192,11 +191,7 @@ class StepRecorder:
         if self.existing:
             leaves = (t for _, leaf in run.leaves if (t := leaf()) is not None)
             self.cleared |= {id(t) for t in leaves if id(t) in self.existing and t.grad is None}
-        if following:
-            self.segments.append((run, True))
-            self._running = True
-        else:
-            self._begin(run, backward=True)
+        self._begin(run, backward=True)
 
     def leave(self) -> None:
         """Record the segments so far of a step that has followed a record until now, and all that comes."""
@@ -241,7 +236,8 @@ class StepRecorder:
         return tuple(found)
 
     def _begin(self, run: Run, *, backward: bool) -> None:
-        self._note_eager()
+        if self.like is None:
+            self._note_eager()
         for seen, tensor, version in self._versions:
             now = tensor()
             if now is not None and now._version != version and seen.overwritten is None:
@@ -353,24 +349,15 @@ class StepRecorder:
         """Bytes of the storages that eager code allocated before the first segment and that are alive when it begins."""
         return sum(seen.size_bytes for seen in self.storages if seen.eager == 0 and not seen.brief)
 
-    def made(self) -> dict[int, int]:
-        """Bytes of each storage that the step has made and that is alive, by its key."""
+    def present(self, *, made: bool = False) -> dict[int, int]:
+        """Bytes of each storage of the step that is alive, by its key; or only of those that the step has made."""
         self.leave()
-        return {key: seen.size_bytes for key, seen in self._present.items() if not seen.existed}
-
-    def present(self) -> dict[int, int]:
-        """Bytes of each storage of the step that is alive, by its key."""
-        self.leave()
-        return {key: seen.size_bytes for key, seen in self._present.items()}
+        return {key: seen.size_bytes for key, seen in self._present.items() if not (made and seen.existed)}
 
     def held(self, forwards: Iterable[Run]) -> dict[int, int]:
         """Bytes of each storage that graphs in flight hold, by its key: a storage that several graphs hold counts once."""
         self.leave()
-        found: dict[int, int] = {}
-        for run in forwards:
-            found.update(run.inputs)
-            found.update(run.held)
-        return found
+        return {key: size for run in forwards for held in (run.inputs, run.held) for key, size in held.items()}
 
     def _see(
         self, tensor: torch.Tensor, source: int | None = None, *, transient: Mapping[int, int] | None = None, least_bytes: int = 0
@@ -421,10 +408,10 @@ class StepRecorder:
                 yield key, seen, self._assigned(seen)
             return
         for run, before in zip(self.runs, self.like.runs, strict=True):
-            given = ((before.given[k], ref) for k, ref in run.fresh.items())
-            results = before.made + before.tangents + before.gradients
-            for seen, ref in (*given, *zip(results, (*run.made_refs, *run.tangent_refs, *run.gradient_refs), strict=True)):
-                if ref is not None and seen is not None and (storage := ref()) is not None:
+            known = chain((before.given[k] for k in run.fresh), before.made, before.tangents, before.gradients)
+            refs = chain(run.fresh.values(), run.made_refs, run.tangent_refs, run.gradient_refs)
+            for seen, ref in zip(known, refs, strict=True):
+                if ref is not None and (storage := ref()) is not None and seen is not None:
                     seen = replace(seen, storage=ref, eager=None)
                     yield storage._cdata, seen, self._assigned(seen)
 
