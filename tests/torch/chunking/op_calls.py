@@ -190,6 +190,7 @@ CALLS = [
     (aten.max_pool2d_with_indices.default, (IMAGES, [2, 2], [2, 2])),
     (aten.max_pool2d_with_indices_backward.default, (POOLED, IMAGES, [2, 2], [2, 2], [0, 0], [1, 1], False, AT)),
     (aten.adaptive_max_pool3d.default, (r(2, 3, 4, 4, 4), [2, 2, 2])),
+    (aten.adaptive_max_pool3d_backward.default, (r(2, 3, 2, 2, 2), r(2, 3, 4, 4, 4), ids(64, 2, 3, 2, 2, 2))),
     (aten.max_unpool2d.default, (POOLED, AT, [8, 8])),
     (aten.grid_sampler_2d.default, (IMAGES, SAMPLED, 0, 0, False)),
     (aten.grid_sampler_2d_backward.default, (r(4, 6, 5, 3), IMAGES, SAMPLED, 0, 0, False, [True, True])),

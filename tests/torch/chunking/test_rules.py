@@ -139,6 +139,7 @@ def test_what_cannot_run_in_pieces_has_no_rule() -> None:
     x = r(6, 5)
     assert rules_of_call(aten.add_.Tensor, x, 1.0) == ()
     assert rules_of_call(aten.nonzero.default, x) == ()
+    assert rules_of_call(aten.roll.default, x, [2]) == ()  # as if it lay flat
     assert rules_of_call(aten.as_strided.default, x, [5, 6], [1, 5]) == ()
     graph = fx.Graph()
     assert rules_of(graph.placeholder("x")) == ()

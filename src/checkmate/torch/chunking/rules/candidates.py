@@ -84,7 +84,7 @@ def _named_dimensions(call: OpCall) -> set[int]:
     """Dimensions of the first input that an argument names; all of them if there is none."""
     rank = max(len(call.shapes[0]), 1)
     given = call["dims"] if call["dim"] is None else call["dim"]
-    named = {d % rank for d in (given if isinstance(given, tuple) else (given,)) if d is not None}
+    named = {d % rank for d in (given if isinstance(given, (tuple, list)) else (given,)) if d is not None}
     return named or set(range(rank))
 
 
