@@ -6,8 +6,8 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +48,18 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(
-    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False
+    budget_of: BudgetOf,
+    device: torch.device | None,
+    resident: Iterable[torch.Tensor] = (),
+    *,
+    whole: bool = False,
+    stream: torch.cuda.Stream | None = None,
 ) -> Counted | None:
     """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
-    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step.
+    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step, which runs on a
+    ``stream``, by default the caller's.
     """
     # These, and the settings of pinned memory, leave the segments of a device as they are.
     harmless = ("expandable_segments", "release_lock_on_", "graph_capture_", "per_process_", "throw_on_", "backend", "pinned_")
@@ -65,7 +71,7 @@ def counted_memory(
                 f"budget_of='reserved' cannot be kept with {others or 'another backend'} in the settings of PyTorch's allocator",
                 hint="take it out of PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where expandable_segments may stay",
             )
-        return ReservedMemory(device, resident, whole=whole)
+        return ReservedMemory(device, resident, whole=whole, stream=stream)
     if device is None or not native:
         return None
     if others:
@@ -79,8 +85,8 @@ class _Reserved(NamedTuple):
     pool: Any  # the `torch.cuda.MemPool` that it is in; None for the pool of all other tensors
 
 
-_RESERVED: dict[tuple[int | None, bool], _Reserved] = {}
-"""The last arena of each device, in and out of a memory pool: plans of several graphs share it."""
+_RESERVED: dict[tuple[int | None, bool | torch.cuda.Stream], _Reserved] = {}
+"""The last arena of each device, in and out of a memory pool, and of each stream: plans of several graphs share it."""
 
 
 class ReservedMemory:
@@ -90,10 +96,18 @@ class ReservedMemory:
     pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
     """
 
-    def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device | None,
+        resident: Iterable[torch.Tensor] = (),
+        *,
+        whole: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._stream = stream  # the allocator gives the blocks of a stream to no other
         self._device, self._steps = None if device is None else torch.device(device.type, _index(device)), 0
         pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
-        self._key = None if device is None else _index(device), pooled
+        self._key = None if device is None else _index(device), pooled and (stream or True)
         self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -117,10 +131,18 @@ class ReservedMemory:
                 address = torch.UntypedStorage(size, device=self._device or "cpu").data_ptr()
             _RESERVED[self._key] = arena._replace(address=address)
 
-    def running(self) -> AbstractContextManager[Any]:
+    @property
+    def pool(self) -> Any:
+        """The memory pool of a step; None if its memory comes from the pool of all other tensors."""
+        return _RESERVED[self._key].pool if self._key in _RESERVED else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """Context of a step: its memory comes from the pool of its arena, if that has one."""
-        pool = _RESERVED[self._key].pool if self._key in _RESERVED else None
-        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
+        pool, stream = self.pool, self._stream
+        apart = nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
+        with apart, nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
 
     def check(self, budget_bytes: int) -> None:
         """Warn if the device holds more than the budget after the first step; called at the beginning of each."""
@@ -159,7 +181,7 @@ class ReservedMemory:
         return CachingAllocator(held=found.held, in_use=found.in_use) if self._key[1] else found
 
 
-def warm_up(device: torch.device | None) -> None:
+def warm_up(device: torch.device | None, stream: torch.cuda.Stream | None = None) -> None:
     """Have the matrix library of a CUDA device allocate its workspaces, and thereby count them as resident bytes.
 
     cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, and PyTorch has a handle for each thread
@@ -168,7 +190,7 @@ def warm_up(device: torch.device | None) -> None:
     the workspace.
     """
     if device is not None:
-        _products(device.type, _index(device))
+        _products(device.type, _index(device), stream)
 
 
 def _index(device: torch.device) -> int:
@@ -176,10 +198,10 @@ def _index(device: torch.device) -> int:
 
 
 @functools.cache
-def _products(kind: str, index: int) -> None:
+def _products(kind: str, index: int, stream: torch.cuda.Stream | None) -> None:
     """Multiply once in each thread, by both libraries, for the dtypes of training."""
     device = torch.device(kind, index)
-    with no_modes(), torch.enable_grad():
+    with no_modes(), torch.enable_grad(), torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: the caller's
         for dtype in (torch.float32, torch.bfloat16):
             try:
                 x, weight = (torch.zeros(64, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
