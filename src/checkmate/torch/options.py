@@ -91,11 +91,10 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
             them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``. All ops then run whole.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
-        mode: The ``mode`` of `torch.compile`. ``"reduce-overhead"`` saves the launches of kernels by CUDA graphs, which have no
-            effect on a CPU: Inductor's, or with ``compiler="eager"`` one of the whole step. The first three steps then run op by
-            op, and all later ones replay them on other batches, while options and state of the optimizer stay in place; a
-            learning rate that changes has to be a tensor. The budget is one of reserved memory (see ``budget_of``). Other modes
-            need ``compiler="inductor"``.
+        mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``; ``"reduce-overhead"`` is for whole steps of
+            ``compiler="eager"`` too. Steps after the third are then replayed by a CUDA graph. The optimizer is SGD, or another
+            with ``capturable=True``; a learning rate that changes has to be a tensor. CUDA graphs have no effect on a CPU; with
+            them a budget is one of reserved memory (see ``budget_of``).
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
             mode. Settings that would undo the plan are refused.
     """
@@ -214,18 +213,13 @@ class Options:
                 hint=f"set compiler='inductor', or leave out {given}; torch.compile takes either mode or options, so that with "
                 "a budget the mode is one of its options: options={'budget': ..., 'compiler': 'inductor', 'mode': ...}",
             )
-        if self.host is not None and self.compiler != "eager":
+        if self.host is not None and (self.compiler != "eager" or self.replays):
             raise OptionError(
-                "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
-                hint="leave out compiler, or host",
+                "host needs compiler='eager' and no CUDA graph: Inductor chooses the order of ops, and no graph has copies",
+                hint="leave out compiler and mode, or host",
             )
         if self.host is not None and self.budget_of == "reserved":
             raise OptionError("host and budget_of='reserved' are not planned together", hint="leave out budget_of, or host")
-        if self.host is not None and self.replays:
-            raise OptionError(
-                "mode='reduce-overhead' replays no copies to the host: they run on streams of their own",
-                hint="leave out mode, or host",
-            )
         if self.host is not None and self.budget is None:
             raise OptionError("host without a budget copies nothing", hint="set a budget, such as budget='8GiB'")
 

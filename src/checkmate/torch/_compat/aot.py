@@ -153,39 +153,32 @@ def _saving(save: Callable[[torch.Generator], Any]) -> Iterator[None]:
 class GraphSafeStates:
     """The random states from which a step in a CUDA graph computes random ops again, with the bits of a step without the graph.
 
-    No state can be read while a graph is captured. Philox counts: each state is the one before the step and an offset, which is
-    equal in all steps. Each of them has a generator, registered with the graph, which is set before the graph runs.
+    No state can be read in a capture. But Philox counts: each state is the one before the step and an offset, equal in all steps.
+    Each has a generator that is registered with the graph, and is set before the graph runs.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._offsets: list[int] = []
+        self._generator, self._offsets = generator, list[int]()
         self.generators: list[torch.Generator] = []
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Context of a step without the graph, which tells the offsets."""
-        (_, first), self._offsets = self._counts(), []
-
-        def save(generator: torch.Generator) -> torch.Tensor:
-            self._offsets.append(self._counts()[1] - first)
-            return generator.get_state()
-
-        with _saving(save):
+        (_, first), saved = self._counts(), list[int]()
+        with _saving(lambda generator: saved.append(self._counts()[1] - first) or generator.get_state()):
             yield
-        self.generators = [torch.Generator(self._generator.device) for _ in self._offsets]
+        self._offsets, self.generators = saved, [torch.Generator(self._generator.device) for _ in saved]
 
     def capturing(self) -> AbstractContextManager[None]:
         """Context of the capture of the graph."""
         rest = iter(self.generators)
-        return _saving(lambda generator: next(rest))
+        return _saving(lambda _: next(rest))
 
     def set(self) -> None:
         """Set the generators for the next step."""
-        if self.generators:
-            seed, first = self._counts()
-            for generator, offset in zip(self.generators, self._offsets, strict=True):
-                generator.set_state(torch.tensor([seed, first + offset]).view(torch.uint8))
+        seed, first = self._counts() if self.generators else (0, 0)
+        for generator, offset in zip(self.generators, self._offsets, strict=True):
+            generator.set_state(torch.tensor([seed, first + offset]).view(torch.uint8))
 
     def _counts(self) -> list[int]:
         """Seed and offset of the generator of a CUDA device."""

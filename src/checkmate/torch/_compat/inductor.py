@@ -92,15 +92,9 @@ def under_a_plan(choices: InductorChoices | None) -> Iterator[None]:
         yield
 
 
-class _Trial:
-    """Whether a trial step runs, on any thread: the backward has its own."""
-
-    runs = False
-
-
 def without_graphs() -> AbstractContextManager[None]:
-    """Context of trial steps: compiled code runs without CUDA graphs, whose memory would stay."""
-    return replaced(_Trial, "runs", True)
+    """Context of trial steps, in all threads: compiled code runs without CUDA graphs, whose memory would stay."""
+    return replaced(_unless_on_trial, "on_trial", True)
 
 
 _cudagraphify: Callable[..., Any] = compilation.cudagraphify
@@ -111,7 +105,7 @@ def _unless_on_trial(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Ca
     graphed = _cudagraphify(model, *args, **kwargs)
 
     def run(inputs: list[Any]) -> Any:
-        if not _Trial.runs:
+        if not hasattr(_unless_on_trial, "on_trial"):
             return graphed(inputs)
         copy_misaligned_inputs(inputs, [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)])  # as graphs do
         return model(inputs)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from checkmate.core.budget import fixed_bytes
@@ -221,7 +222,8 @@ class Executable:
         _log.info("resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), resident)
         if isinstance(self._counted, ReservedMemory):
             self._budget_bytes = result.budget_bytes
-            self._counted.prepare(graph, result)
+            with torch.cuda.stream(self._account.stream):  # type: ignore[arg-type]  # None: the caller's
+                self._counted.prepare(graph, result)
             self._around = self._counted.running
             if self._account.replayed is not None:
                 self._account.replayed.within(self._counted, result.budget_bytes)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,26 +28,6 @@ from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
 
 _log = logging.getLogger("checkmate.torch")
-
-
-class Graph(Protocol):
-    """A step that can be captured and replayed."""
-
-    def around(self) -> AbstractContextManager[Any]:
-        """Context of a step that runs op by op, before the capture."""
-        ...
-
-    def capture(self, run: BoxedRun, args: list[Any]) -> None:
-        """Capture a step with these arguments; nothing runs."""
-        ...
-
-    def replay(self) -> Sequence[Any]:
-        """Run the step again; the next replay overwrites its results."""
-        ...
-
-    def reserved_bytes(self) -> int:
-        """Bytes that the device's allocator holds."""
-        ...
 
 
 @functools.cache
@@ -68,11 +48,8 @@ class CudaGraph:
     def around(self) -> Iterator[None]:
         """Context of a step on the stream of the capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(self._stream))
-            if self._memory is not None:
-                stack.enter_context(self._memory.running())
-            stack.enter_context(self._states.measuring())
+        pooled = nullcontext() if self._memory is None else self._memory.running()
+        with torch.cuda.stream(self._stream), pooled, self._states.measuring():
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -97,8 +74,8 @@ class CudaGraph:
         return torch.cuda.memory_reserved(self._device)
 
 
-GRAPHS: dict[str, Callable[[torch.device, ReservedMemory | None], Graph]] = {"cuda": CudaGraph}
-"""Type of device -> graphs of its steps."""
+GRAPHS = {"cuda": CudaGraph}
+"""Type of device -> class of its graphs."""
 
 
 class ReplayedStep:
@@ -112,7 +89,7 @@ class ReplayedStep:
         self._changing: list[int] | None = None  # positions of the arguments that are copied to them
         self._written: list[int] = []  # positions of the arguments that the step overwrites
         self._updates: list[tuple[int, int]] = []  # one of each optimizer and group
-        self._graph: Graph | None = None
+        self._graph: CudaGraph | None = None
         self._steps = 0  # that ran op by op since something changed
         self._fixed: tuple[Any, ...] = ()  # what the graph takes for constant, as the last step left it
         self._told: set[str] = set()
@@ -170,16 +147,10 @@ class ReplayedStep:
                     torch.autograd.graph.increment_version(given[k])  # the backward of an eager graph that saved it is refused
         return results
 
-    def _capture(self, graph: Graph, run: BoxedRun, args: list[Any]) -> bool:
+    def _capture(self, graph: CudaGraph, run: BoxedRun, args: list[Any]) -> bool:
         for key, which in self._updates:
             refuse_update(updates_of(key), which, self._device)
-        try:
-            graph.capture(run, args)
-        except RuntimeError as error:
-            raise OptionError(
-                f"the step cannot be captured as a CUDA graph: {str(error).partition(chr(10))[0]}",
-                hint="leave out mode='reduce-overhead'; the error above has the line of the generated code, which names the op",
-            ) from error
+        graph.capture(run, args)
         held = graph.reserved_bytes()
         self._captured = self._budget_bytes is None or held <= self._budget_bytes
         if not self._captured:
@@ -193,16 +164,13 @@ class ReplayedStep:
         return self._captured
 
     def _state(self, args: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """What a graph takes for constant: addresses of arguments that stay, the state of optimizers, and their options."""
+        """Constants of a graph: addresses of arguments that stay, the state of optimizers, and their options."""
         optimizers = [updates_of(key).optimizer for key in {key: None for key, _ in self._updates}]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         return (
             [t.data_ptr() for k, t in enumerate(args) if k not in (self._changing or ())],
-            [_constant(v) for o in optimizers for state in o.state.values() for v in state.values()],
-            [
-                {k: _constant(v) for k, v in g.items() if k not in ("params", "initial_lr")}
-                for o in optimizers
-                for g in o.param_groups
-            ],
+            [_constant(v) for optimizer in optimizers for state in optimizer.state.values() for v in state.values()],
+            [{k: _constant(v) for k, v in group.items() if k not in ("params", "initial_lr")} for group in groups],
         )
 
     def _is_other(self, args: Sequence[torch.Tensor]) -> bool:
@@ -210,18 +178,17 @@ class ReplayedStep:
         fixed, state = self._fixed, self._state(args)
         if fixed == state:
             return False
-        what, hint = "the memory of a parameter or a buffer", "change it in place"
-        if fixed[2] != state[2]:
-            pairs = zip(fixed[2], state[2], strict=False)
-            names = dict.fromkeys(k for old, new in pairs for k in {*old, *new} if old.get(k) != new.get(k))
-            what = f"{', '.join(sorted(names)) or 'a group'} of the optimizer"
-            hint = "a learning rate can change if it is a tensor on the device and the optimizer is made with fused=True: "
-            hint += f"lr=torch.tensor(1e-3, device='{self._device}')"
-        elif fixed[1] != state[1]:
-            what = "the state of the optimizer"
+        pairs = zip(fixed[2], state[2], strict=False)
+        names = {k for old, new in pairs for k in {*old, *new} if old.get(k) != new.get(k)}
+        what = ", ".join(sorted(names)) or "the memory of a parameter, a buffer or the optimizer's state"
         if what not in self._told:
             self._told.add(what)
-            _log.warning("%s changed: steps run op by op until three of them had the same\nhint: %s", what, hint)
+            _log.warning(
+                "%s changed: steps run op by op until three of them had the same\nhint: change memory in place; a learning rate "
+                "can change if it is a tensor: lr=torch.tensor(1e-3, device='%s'), fused=True",
+                what,
+                self._device,
+            )
         return True
 
 
@@ -232,8 +199,7 @@ def replayed_step(inputs: Sequence[Any], options: Options, *, whole: bool) -> Re
     if not whole:
         raise OptionError(
             "mode='reduce-overhead' with compiler='eager' needs a whole step: a CUDA graph replays all of it",
-            hint="use checkmate.torch.compile(model, loss, optimizer, example=(x, y)) with an optimizer of torch.optim; or set "
-            "compiler='inductor'",
+            hint="use checkmate.torch.compile(model, loss, optimizer, example=(x, y)), or set compiler='inductor'",
         )
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     device = next((t.device for t in tensors if t.device.type in GRAPHS), None)
@@ -245,7 +211,7 @@ def replayed_step(inputs: Sequence[Any], options: Options, *, whole: bool) -> Re
 
 
 def _constant(value: Any) -> Any:
-    """What a graph has of a value: the address of a tensor."""
+    """The address of a tensor, and any other value itself, as they are in a graph."""
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 

@@ -49,10 +49,9 @@ class ResidentAccount:
         self._options, budget = options, options.planning.budget
         warm_up(cuda := cuda_device(inputs, options))
         self.replayed = replayed_step(inputs, options, whole=hooks.whole)  # its buffers are tensors besides the inputs
-        budget_of, stream = options.budget_of, None
-        if self.replayed is not None and cuda is not None:
-            budget_of, stream = "reserved", side_stream(cuda)  # a graph keeps its pool
-            warm_up(cuda, stream)
+        self.stream = side_stream(cuda) if self.replayed is not None and cuda is not None else None
+        warm_up(cuda, self.stream)
+        budget_of = options.budget_of if self.stream is None else "reserved"  # a CUDA graph keeps its pool
         # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
         asked = budget is not None or options.plan is not None
         self.is_bounded = asked and hooks.captured is None and hooks.target is None
@@ -61,7 +60,7 @@ class ResidentAccount:
         if self.is_bounded and budget_of == "reserved":
             _create_state(trained)  # it would be cut from the memory that is reserved for the step
         counts = budget is not None and hooks.target is None
-        self.counted = counted_memory(budget_of, cuda, tensors, whole=hooks.whole, stream=stream) if counts else None
+        self.counted = counted_memory(budget_of, cuda, tensors, whole=self.stream or hooks.whole) if counts else None
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._count_device = cuda or torch.device("cpu")
         self.wrapped = wrapper_memory(inputs, options.accumulate)

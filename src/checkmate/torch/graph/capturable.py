@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot record, found in a planned step before it runs, as if the step were captured.
+"""Ops that no CUDA graph can record, found in a planned step before it runs, as if the step were captured.
 
 A graph has the kernels of a device. What the host does runs once, while the graph is captured, and never when it is replayed: the
 host may neither read a number that the device computes, nor compute with numbers of the step itself.

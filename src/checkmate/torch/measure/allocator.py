@@ -6,9 +6,9 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,18 +48,13 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(
-    budget_of: BudgetOf,
-    device: torch.device | None,
-    resident: Iterable[torch.Tensor] = (),
-    *,
-    whole: bool = False,
-    stream: torch.cuda.Stream | None = None,
+    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: Apart = False
 ) -> Counted | None:
     """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
-    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step, which runs on a
-    ``stream``, by default the caller's.
+    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step. The allocator gives
+    the blocks of a stream to no other: ``whole`` is the stream of a whole step, or True if it is the caller's.
     """
     # These, and the settings of pinned memory, leave the segments of a device as they are.
     harmless = ("expandable_segments", "release_lock_on_", "graph_capture_", "per_process_", "throw_on_", "backend", "pinned_")
@@ -71,7 +66,7 @@ def counted_memory(
                 f"budget_of='reserved' cannot be kept with {others or 'another backend'} in the settings of PyTorch's allocator",
                 hint="take it out of PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where expandable_segments may stay",
             )
-        return ReservedMemory(device, resident, whole=whole, stream=stream)
+        return ReservedMemory(device, resident, whole=whole)
     if device is None or not native:
         return None
     if others:
@@ -85,8 +80,9 @@ class _Reserved(NamedTuple):
     pool: Any  # the `torch.cuda.MemPool` that it is in; None for the pool of all other tensors
 
 
-_RESERVED: dict[tuple[int | None, bool | torch.cuda.Stream], _Reserved] = {}
-"""The last arena of each device, in and out of a memory pool, and of each stream: plans of several graphs share it."""
+Apart: TypeAlias = bool | torch.cuda.Stream
+_RESERVED: dict[tuple[int | None, Apart], _Reserved] = {}
+"""The last arena of each device, in and out of a memory pool: plans of several graphs share it."""
 
 
 class ReservedMemory:
@@ -96,18 +92,10 @@ class ReservedMemory:
     pool nor arena. On a CPU, without this allocator, the arena is allocated and freed too, and has no effect.
     """
 
-    def __init__(
-        self,
-        device: torch.device | None,
-        resident: Iterable[torch.Tensor] = (),
-        *,
-        whole: bool = False,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        self._stream = stream  # the allocator gives the blocks of a stream to no other
+    def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: Apart = False) -> None:
         self._device, self._steps = None if device is None else torch.device(device.type, _index(device)), 0
-        pooled = whole and device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
-        self._key = None if device is None else _index(device), pooled and (stream or True)
+        pooled = device is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
+        self._key = None if device is None else _index(device), pooled and whole
         self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -136,13 +124,9 @@ class ReservedMemory:
         """The memory pool of a step; None if its memory comes from the pool of all other tensors."""
         return _RESERVED[self._key].pool if self._key in _RESERVED else None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[Any]:
         """Context of a step: its memory comes from the pool of its arena, if that has one."""
-        pool, stream = self.pool, self._stream
-        apart = nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
-        with apart, nullcontext() if stream is None else torch.cuda.stream(stream):
-            yield
+        return nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool, self._device)
 
     def check(self, budget_bytes: int) -> None:
         """Warn if the device holds more than the budget after the first step; called at the beginning of each."""
