@@ -1,10 +1,10 @@
 """Processor time of a compiled step on tiny models: what a planned step takes beside its ops, against PyTorch's own compilers.
 
 Each pair is measured in a process of its own, step by step in turn, by the time of the thread (the backward runs on it too). The
-    warnings = list[str]()
-    pass_warnings_to(warnings.append)
-    if way == "whole step":
-        return ratio(updated(TINY[name](), compiler), whole_step(TINY[name](), compiler, time_limit_s), rounds)
+least time of each counts, without collections of garbage, so that load on the machine changes little of it. The promises checked:
+with a budget of 100 % a step takes at most 1.1 of the time under ``aot_eager``, and at most 1.2 of it under stock Inductor. A
+whole step with AdamW takes at most 1.1 of eager mode's with the same implementation, ``foreach`` or ``fused``. Exit status 1 if
+one breaks, or if a row "inductor" ran op by op.
 
     python benchmarks/torch_processor_time.py [--models gpt2] [--rounds 300]
 """
@@ -48,14 +48,10 @@ def run(name: str, time_limit_s: float, rounds: int, compiler: str, way: str) ->
     """Child: a step of ours and of PyTorch's own compiler."""
     import torch
 
-<<<<<<< HEAD
-    logging.disable(logging.WARNING)
-    if way == "whole step":
-        return ratio(updated(TINY[name](), compiler), whole_step(TINY[name](), compiler, time_limit_s), rounds)
-=======
     warnings = list[str]()
     pass_warnings_to(warnings.append)
->>>>>>> 06f6252641fa5a8a55eceff288a6c96728e3d844
+    if way == "whole step":
+        return ratio(updated(TINY[name](), compiler), whole_step(TINY[name](), compiler, time_limit_s), rounds)
     options = {"budget": "100%", "compiler": compiler, "time_limit_s": time_limit_s}
     stock = loop(TINY[name](), lambda model: torch.compile(model, backend=STOCK[compiler], dynamic=False))
     found = ratio(stock, step(TINY[name](), options) if way == "step" else planned(TINY[name](), options), rounds)

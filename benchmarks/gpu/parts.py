@@ -262,10 +262,17 @@ def beside(compiler: str, setting: Setting, name: str) -> dict[str, Any]:
 
 
 def graphs(setting: Setting, name: str) -> dict[str, Any]:
-    """Inductor with CUDA graphs, stock and ours: what a replay uses shows in reserved memory."""
+    """CUDA graphs of Inductor, stock and ours, and of a whole step: what a replay uses shows in reserved memory."""
     given: Any = {"mode": "reduce-overhead"}
     both = {"Inductor": _theirs(steps.stock, backend="inductor", **given), "ours": _ours(setting, None, "inductor", **given)}
-    setting.measure(name, both, kind="graphs")
+
+    def whole(mode: Any, case: Case) -> tuple[Callable[[], Any], Any]:
+        optimizer = torch.optim.SGD(case.model.parameters(), 1e-5)
+        step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off", mode=mode)
+        return lambda: step(**case.batch)[1], step
+
+    steps_of = {f"whole step, {mode}": functools.partial(whole, mode) for mode in ("default", given["mode"])}
+    setting.measure(name, {**both, **steps_of}, kind="graphs")
     return {}
 
 

@@ -92,8 +92,10 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
             them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``. All ops then run whole.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
-        mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
-            ``"max-autotune"`` use, have no effect on a CPU, and are refused on a GPU under a budget.
+        mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``; ``"reduce-overhead"`` is for whole steps of
+            ``compiler="eager"`` too. Steps after the third are then replayed by a CUDA graph. The optimizer is SGD, or another
+            with ``capturable=True``; a learning rate that changes has to be a tensor. CUDA graphs have no effect on a CPU; with
+            them a budget is one of reserved memory (see ``budget_of``).
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
             mode. Settings that would undo the plan are refused.
     """
@@ -205,17 +207,17 @@ class Options:
                 "whole ops in the order of the plan",
                 hint=f"leave out budget_of, or {given.partition('=')[0]}",
             )
-        if self.compiler == "eager" and (self.mode != "default" or self.inductor_options):
-            given = "inductor_options" if self.mode == "default" else f"mode={self.mode!r}"
+        if self.compiler == "eager" and (self.mode not in ("default", "reduce-overhead") or self.inductor_options):
+            given = "inductor_options" if self.inductor_options else f"mode={self.mode!r}"
             raise OptionError(
                 f"{given} needs compiler='inductor': compiler='eager' runs the ops of the plan as they are",
                 hint=f"set compiler='inductor', or leave out {given}; torch.compile takes either mode or options, so that with "
                 "a budget the mode is one of its options: options={'budget': ..., 'compiler': 'inductor', 'mode': ...}",
             )
-        if self.host is not None and self.compiler != "eager":
+        if self.host is not None and (self.compiler != "eager" or self.replays):
             raise OptionError(
-                "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
-                hint="leave out compiler, or host",
+                "host needs compiler='eager' and no CUDA graph: Inductor chooses the order of ops, and no graph has copies",
+                hint="leave out compiler and mode, or host",
             )
         if self.host is not None and self.budget_of == "reserved":
             raise OptionError("host and budget_of='reserved' are not planned together", hint="leave out budget_of, or host")
@@ -226,6 +228,11 @@ class Options:
     def planning(self) -> PlanningOptions:
         """The options that all front ends share: budget, solver, time limit and plan."""
         return PlanningOptions.of(budget=self.budget, solver=self.solver, time_limit_s=self.time_limit_s, plan=self.plan)
+
+    @property
+    def replays(self) -> bool:
+        """Whether whole steps are to be replayed by a CUDA graph."""
+        return self.compiler == "eager" and self.mode == "reduce-overhead"
 
     @property
     def reserve_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import Options, measure_peak
+from checkmate.torch._compat import inductor as compat
 from checkmate.torch.backend import checkmate as backend
 from checkmate.torch.inductor.settings import PLANNED_SETTINGS, compiler_fingerprint, config_patches
 from tests.torch.inductor.conftest import inductor_settings
@@ -51,17 +53,29 @@ def test_cuda_graphs_on_a_cpu_are_left_out_and_said(mode: str, caplog: pytest.Lo
     ]
 
 
-def test_cuda_graphs_are_refused_under_a_budget_only() -> None:
-    """The trial step does not count what their memory pool holds, so that the promise could not be checked."""
-    with pytest.raises(OptionError, match=r"(?s)CUDA graphs cannot .* a budget.*max-autotune-no-cudagraphs") as refused:
-        settings("cuda", mode="max-autotune", budget="1GiB")
-    assert "inductor_options={'triton.cudagraphs': False}" in refused.value.hint
-    assert not settings("cuda", mode="max-autotune", budget="1GiB", inductor_options={"triton.cudagraphs": False})[
-        "triton.cudagraphs"
-    ]
-    assert settings("cuda", mode="max-autotune")["triton.cudagraphs"]
-    with inductor_settings({"triton.cudagraphs": True}), pytest.raises(OptionError, match="CUDA graphs"):
-        settings("cuda", budget="1GiB")
+def test_cuda_graphs_may_have_a_budget() -> None:
+    """What their memory pool will hold is measured."""
+    assert settings("cuda", mode="max-autotune", budget="1GiB")["triton.cudagraphs"]
+    with inductor_settings({"triton.cudagraphs": True}):
+        assert "triton.cudagraphs" not in settings("cuda", budget="1GiB")
+
+
+def test_trial_steps_run_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a graph would stay, and count in the next trial; the compiled step has graphs from its first call on."""
+    calls: list[str] = []
+
+    def kept(name: str) -> Callable[[list[Any]], list[Any]]:
+        return lambda inputs: calls.append(name) or inputs
+
+    monkeypatch.setattr(compat, "_cudagraphify", lambda model, **_: kept("graph"))
+    with compat.under_a_plan(None):
+        run = compat.compilation.cudagraphify(kept("plain"), static_input_idxs=())
+    aligned, shifted = torch.ones(9), torch.ones(9)[1:]
+    with compat.without_graphs():
+        given = run([aligned, shifted, 3])
+    assert given[0] is aligned and given[1].data_ptr() % 16 == 0 and torch.equal(given[1], shifted)
+    run([aligned])
+    assert calls == ["plain", "graph"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from checkmate.torch.measure import single_op
 from checkmate.torch.measure.peak import measure_step, peaks
 from checkmate.torch.steps.coordinator import Coordinator
 
-GRANULE, HAS = 512, 2**20
+GRANULE, SEGMENT, HAS = 512, 2**14, 2**20
 
 
 class Device:
@@ -65,6 +65,7 @@ def cuda(seeming_gpu: Callable[..., None]) -> Device:
         "memory_stats_as_nested_dict": lambda _=None: {"allocated_bytes": {"all": {"current": device.held}}},
         "max_memory_allocated": lambda _=None: device.peak,
         "reset_peak_memory_stats": device.reset,
+        "max_memory_reserved": lambda _=None: -(-device.peak // SEGMENT) * SEGMENT,
         "mem_get_info": lambda _=None: (HAS - device.held, HAS),
         "empty_cache": device.empty,
         "Event": device.event,
@@ -105,6 +106,19 @@ def test_a_dry_step_is_measured_in_its_parts(cuda: Device) -> None:
         cuda.free(8192)
     assert found.parts == [(4096, 1024), (8192, 0)]
     assert cuda.held == 5 * GRANULE
+
+
+def test_a_step_for_cuda_graphs_is_measured_by_what_the_allocator_holds(cuda: Device) -> None:
+    """Their pool keeps whole segments, above what was allocated before."""
+    cuda.alloc(5 * GRANULE)
+    with peaks(torch.device("cuda"), reserved=True) as found:
+        cuda.alloc(4096)
+        cuda.free(3072)
+        found.mark()
+        cuda.alloc(SEGMENT)
+        cuda.free(SEGMENT + 1024)
+    assert found.parts == [(SEGMENT - 5 * GRANULE, 1024), (2 * SEGMENT - 5 * GRANULE, 0)]
+    assert cuda.emptied == 1
 
 
 def test_a_step_that_runs_out_of_memory_takes_all_of_it(cuda: Device) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -114,10 +115,10 @@ class _BoundOps(_BoxedCodeGen):
 
 def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """The state before a random op, and its result, as of torch's op of this name without its dispatch in Python."""
-    return _generator(args, kwargs).get_state(), op(*args, **kwargs)
+    return _SAVE.get()(_generator(args, kwargs)), op(*args, **kwargs)
 
 
-def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+def run_with_rng_state(state: torch.Tensor | torch.Generator, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of a random op from a saved state, as of torch's op of this name; the generator is left as it was."""
     generator = _generator(args, kwargs)
     if generator.device.type == "cpu":
@@ -127,21 +128,74 @@ def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) 
         generator.set_state(before)
         return result
     # Pointers to states are swapped, as by ``graphsafe_run_with_rng_state``.
-    before, replayed = generator.graphsafe_get_state(), torch.Generator(generator.device)
-    replayed.set_state(state)
+    before, replayed = generator.graphsafe_get_state(), state
+    if isinstance(state, torch.Tensor):
+        replayed = torch.Generator(generator.device)
+        replayed.set_state(state)
     generator.graphsafe_set_state(replayed)
     result = op(*args, **kwargs)
     generator.graphsafe_set_state(before)
     return result
 
 
+_SAVE: ContextVar[Callable[[torch.Generator], Any]] = ContextVar("save", default=torch.Generator.get_state)
+
+
+@contextmanager
+def _saving(save: Callable[[torch.Generator], Any]) -> Iterator[None]:
+    token = _SAVE.set(save)
+    try:
+        yield
+    finally:
+        _SAVE.reset(token)
+
+
+class GraphSafeStates:
+    """The random states from which a step in a CUDA graph computes random ops again, with the bits of a step without the graph.
+
+    No state can be read in a capture. But Philox counts: each state is the one before the step and an offset, equal in all steps.
+    Each has a generator that is registered with the graph, and is set before the graph runs.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._offsets = generator, list[int]()
+        self.generators: list[torch.Generator] = []
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context of a step without the graph, which tells the offsets."""
+        (_, first), saved = self._counts(), list[int]()
+        with _saving(lambda generator: saved.append(self._counts()[1] - first) or generator.get_state()):
+            yield
+        self._offsets, self.generators = saved, [torch.Generator(self._generator.device) for _ in saved]
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Context of the capture of the graph."""
+        rest = iter(self.generators)
+        return _saving(lambda _: next(rest))
+
+    def set(self) -> None:
+        """Set the generators for the next step."""
+        seed, first = self._counts() if self.generators else (0, 0)
+        for generator, offset in zip(self.generators, self._offsets, strict=True):
+            generator.set_state(torch.tensor([seed, first + offset]).view(torch.uint8))
+
+    def _counts(self) -> list[int]:
+        """Seed and offset of the generator of a CUDA device."""
+        return self._generator.get_state().view(torch.int64).tolist()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of a device from which random ops draw."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
 def _generator(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
     """The default generator of the device that a random op runs on."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), None) or torch.device(kwargs.get("device") or "cpu")
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    return default_generator(device)
 
 
 def boxed(module: torch.fx.GraphModule) -> BoxedRun:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._inductor import compile_fx as compilation
 from torch._inductor import config as inductor_config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppOverrides, CppScheduling, CppVecOverrides
@@ -24,7 +25,7 @@ from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering, SubgraphLowering
 from torch._inductor.scheduler import SchedulerNode
-from torch._inductor.utils import get_donated_idxs
+from torch._inductor.utils import copy_misaligned_inputs, get_donated_idxs
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -76,6 +77,7 @@ def under_a_plan(choices: InductorChoices | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(SchedulerNode, "recompute_size_and_body", _recompute_and_order))
         stack.enter_context(replaced(SchedulerNode, "decide_inplace_update", _write_over_what_dies))
+        stack.enter_context(replaced(compilation, "cudagraphify", _unless_on_trial))
         if choices is None:
             yield
             return
@@ -91,6 +93,27 @@ def under_a_plan(choices: InductorChoices | None) -> Iterator[None]:
         ):
             stack.enter_context(replaced(owner, name, value))
         yield
+
+
+def without_graphs() -> AbstractContextManager[None]:
+    """Context of trial steps, in all threads: compiled code runs without CUDA graphs, whose memory would stay."""
+    return replaced(_unless_on_trial, "on_trial", True)
+
+
+_cudagraphify: Callable[..., Any] = compilation.cudagraphify
+
+
+def _unless_on_trial(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
+    """A compiled module that CUDA graphs replay, except in trial steps."""
+    graphed = _cudagraphify(model, *args, **kwargs)
+
+    def run(inputs: list[Any]) -> Any:
+        if not hasattr(_unless_on_trial, "on_trial"):
+            return graphed(inputs)
+        copy_misaligned_inputs(inputs, [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)])  # as graphs do
+        return model(inputs)
+
+    return run
 
 
 _recompute_size_and_body = SchedulerNode.recompute_size_and_body

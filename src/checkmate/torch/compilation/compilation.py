@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from checkmate.core.budget import fixed_bytes
@@ -58,7 +59,7 @@ class Compilation:
             costs=Profiler(inputs=account.inputs) if measured else estimated_costs,
             plan=self.planner.plan,
             hold_outputs=options.outputs == "held",
-            hold_last=self.hooks.whole and options.outputs == "held",
+            hold_last=int(self.hooks.whole and options.outputs == "held") + (account.replayed is not None),
             honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=account.resident.total_bytes,
@@ -70,6 +71,7 @@ class Compilation:
             counted=account.counted,
             room=self.planner.room if account.is_bounded and self._budget is not None else None,
             measures_beyond=self.ranks is None,
+            refuse=(lambda graph: None) if account.replayed is None else account.replayed.check,
             examine=functools.partial(mark_hidden_state, runs=measured and target is None),
         )
         if target is None:
@@ -148,6 +150,8 @@ class Executable:
                 self._account.announce_growth(self._whole, self._last_bytes, args)
             if planned is not None:
                 return coordinator().forward(planned, args)
+            if self._account.replayed is not None:
+                return self._account.replayed(run, args)
             with self._around():
                 return run(args)
 
@@ -208,7 +212,7 @@ class Executable:
             if graph.boundary is None:  # a whole step: nothing of it is in flight when it returns
                 self._whole = result
                 self._account.look.looked(self._account.resident.other_bytes)
-                self._last_bytes = fixed_bytes(graph) - graph.resident_bytes if joint.task.hold_last else 0
+                self._last_bytes = joint.task.hold_last * (fixed_bytes(graph) - graph.resident_bytes)
             else:
                 memory = StepMemory.of(graph, result.plan, self._account.wrapped.transient_gradient_bytes)
                 self.guard(interface, joint, result, memory, replaceable=True)
@@ -216,8 +220,11 @@ class Executable:
         _log.info("resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), resident)
         if isinstance(self._counted, ReservedMemory):
             self._budget_bytes = result.budget_bytes
-            self._counted.prepare(graph, result)
+            with torch.cuda.stream(self._account.stream):  # type: ignore[arg-type]  # None: the caller's
+                self._counted.prepare(graph, result)
             self._around = self._counted.running
+            if self._account.replayed is not None:
+                self._account.replayed.within(self._counted, result.budget_bytes)
         elif result.plan.host is not None:
             self._around = BUFFERS.step
         self._hooks.planned(interface, result)

@@ -25,6 +25,7 @@ from checkmate.torch.distributed.consensus import Ranks, plan_on_rank0
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.steps.coordinator import coordinator
@@ -151,7 +152,8 @@ class GraphPlanner:
 
     def _chunkable(self, *, exact: bool) -> Chunks | None:
         options, allows = self._all, self._allowed_in_pieces()
-        eager = options.compiler == "eager" and options.host is None and options.budget_of != "reserved"
+        reserved = isinstance(self.options.counted, ReservedMemory)
+        eager = options.compiler == "eager" and options.host is None and not reserved
         return None if options.budget is None or not eager or allows is None else Chunks(exact, allows)
 
     @property

@@ -14,6 +14,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.chunking.choose import ChunkableStep
+from checkmate.torch.compilation.cuda_graph import replayed_step, side_stream
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
@@ -47,15 +48,19 @@ class ResidentAccount:
     def __init__(self, inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self._options, budget = options, options.planning.budget
         warm_up(cuda := cuda_device(inputs, options))
+        self.replayed = replayed_step(inputs, options, whole=hooks.whole)  # its buffers are tensors besides the inputs
+        self.stream = side_stream(cuda) if self.replayed is not None and cuda is not None else None
+        warm_up(cuda, self.stream)
+        budget_of = options.budget_of if self.stream is None else "reserved"  # a CUDA graph keeps its pool
         # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
         asked = budget is not None or options.plan is not None
         self.is_bounded = asked and hooks.captured is None and hooks.target is None
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
-        if self.is_bounded and options.budget_of == "reserved":
+        if self.is_bounded and budget_of == "reserved":
             _create_state(trained)  # it would be cut from the memory that is reserved for the step
         counts = budget is not None and hooks.target is None
-        self.counted = counted_memory(options.budget_of, cuda, tensors, whole=hooks.whole) if counts else None
+        self.counted = counted_memory(budget_of, cuda, tensors, whole=self.stream or hooks.whole) if counts else None
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._count_device = cuda or torch.device("cpu")
         self.wrapped = wrapper_memory(inputs, options.accumulate)

@@ -24,12 +24,13 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.plan_store import misfits
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.dispatch import FakeTensor
+from checkmate.torch._compat.inductor import inductor_config, without_graphs
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.generate import CompiledGraph, generate
 from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces
 from checkmate.torch.inductor.search import CalibratedSearch
-from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches
+from checkmate.torch.inductor.settings import CUDA_GRAPHS, compiler_fingerprint, config_patches
 from checkmate.torch.inductor.stock import as_stock
 from checkmate.torch.inductor.whole_step import WholeStep
 from checkmate.torch.joint.capture import Capture
@@ -150,7 +151,9 @@ class _Trials:
         compiled = self.compiled[index]
         compiled.kernels.build()
         if compiled.whole is None:
-            step = measure_step(compiled.run, self._inputs, hold_outputs=self._task.hold_outputs)
+            reserved = self._patches.get(CUDA_GRAPHS, inductor_config.triton.cudagraphs)
+            with without_graphs():
+                step = measure_step(compiled.run, self._inputs, hold_outputs=self._task.hold_outputs, reserved=reserved)
         else:
             with compiled.whole.on_trial():
                 step = measure_whole_step(compiled.run, self._inputs)

@@ -37,7 +37,7 @@ _INSTALLED = {
 }
 """Options that a plan does not allow, with the reason."""
 
-_CUDA_GRAPHS = "triton.cudagraphs"
+CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def config_patches(options: Options, device_types: set[str], *, as_stock: bool = False) -> dict[str, Any]:
@@ -48,18 +48,12 @@ def config_patches(options: Options, device_types: set[str], *, as_stock: bool =
         patches = stock_patches(options.mode, dict(options.inductor_options))
     except RuntimeError as error:  # the value has another type
         raise OptionError(f"inductor_options: {error}", hint="see torch._inductor.config for the type of each option") from None
-    wanted = patches.get(_CUDA_GRAPHS, inductor_config.triton.cudagraphs)
+    wanted = patches.get(CUDA_GRAPHS, inductor_config.triton.cudagraphs)
     if wanted and "cuda" not in device_types:
-        if _CUDA_GRAPHS in patches:
-            how = f"mode={options.mode!r}" if _CUDA_GRAPHS not in options.inductor_options else "triton.cudagraphs"
+        if CUDA_GRAPHS in patches:
+            how = f"mode={options.mode!r}" if CUDA_GRAPHS not in options.inductor_options else "triton.cudagraphs"
             _log.warning("%s asks for CUDA graphs, which have no effect on a CPU: the step is compiled without them", how)
-        patches[_CUDA_GRAPHS] = False
-    elif wanted and options.budget is not None:
-        raise OptionError(
-            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a separate memory pool, and a "
-            "trial step, which measures what is allocated while it runs, does not count that pool",
-            hint="set mode='max-autotune-no-cudagraphs', or inductor_options={'triton.cudagraphs': False}",
-        )
+        patches[CUDA_GRAPHS] = False
     return patches if as_stock else {**patches, **PLANNED_SETTINGS}
 
 

@@ -30,6 +30,7 @@ from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {
     "reorder_for_locality": False,  # only done to graphs that have no separate backward; it would undo the order of the plan
+    "triton.cudagraphs": False,  # learning rates are inputs on the CPU, and Inductor makes no CUDA graph with one
 }
 """Decisions of Inductor on whole steps that are left to the plan."""
 

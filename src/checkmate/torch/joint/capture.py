@@ -78,7 +78,7 @@ def capture_joint(
     costs: Costs,
     *,
     hold_outputs: bool = True,
-    hold_last: bool = False,
+    hold_last: int = 0,
     no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
     name: str = "",
@@ -87,17 +87,17 @@ def capture_joint(
 
     ``num_fwd_outputs`` is None for a whole step with gradients and updates: it has no boundary, and all of its outputs are live
     at its end. With ``hold_outputs`` the caller holds the forward's outputs to the end of the step; otherwise they can be freed
-    when the backward begins, unless it reads them. With ``hold_last`` the caller still holds the results of the step before, as
-    in ``prediction, loss = step(x, y)``. ``extra_resident_bytes`` are resident bytes besides the inputs of the graph, for example
-    existing gradients and optimizer state.
+    when the backward begins, unless it reads them. ``hold_last`` is how many copies of the results exist besides, for example
+    those of the step before, as in ``prediction, loss = step(x, y)``. ``extra_resident_bytes`` are resident bytes besides the
+    inputs of the graph, for example existing gradients and optimizer state.
 
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
     """
     capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
-    if not hold_last:
-        return capture
-    return replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
+    for _ in range(hold_last):
+        capture = replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
+    return capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

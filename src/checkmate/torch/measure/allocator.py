@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,12 +48,13 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(
-    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False
+    budget_of: BudgetOf, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: Apart = False
 ) -> Counted | None:
     """The function that counts a plan against a budget on a CUDA device or a CPU; None if only the live bytes count.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than its request. ``torch.cuda.max_memory_allocated`` counts
-    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step.
+    whole blocks, and therefore the budget does too. ``resident`` has the tensors that exist before a step. The allocator gives
+    the blocks of a stream to no other: ``whole`` is the stream of a whole step, or True if it is the caller's.
     """
     # These, and the settings of pinned memory, leave the segments of a device as they are.
     harmless = ("expandable_segments", "release_lock_on_", "graph_capture_", "per_process_", "throw_on_", "backend", "pinned_")
@@ -79,7 +80,8 @@ class _Reserved(NamedTuple):
     pool: Any  # the `torch.cuda.MemPool` that it is in; None for the pool of all other tensors
 
 
-_RESERVED: dict[tuple[int | None, bool], _Reserved] = {}
+Apart: TypeAlias = bool | torch.cuda.Stream
+_RESERVED: dict[tuple[int | None, Apart], _Reserved] = {}
 """The last arena of each device, in and out of a memory pool: plans of several graphs share it."""
 
 
@@ -89,10 +91,11 @@ class ReservedMemory:
     Whole steps have a memory pool, to which no other tensor belongs; expandable segments need neither pool nor arena.
     """
 
-    def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: bool = False) -> None:
+    def __init__(self, device: torch.device | None, resident: Iterable[torch.Tensor] = (), *, whole: Apart = False) -> None:
         index = None if device is None else torch.cuda.current_device() if device.index is None else device.index
         self._device, self._steps = None if index is None else torch.device("cuda", index), 0
-        self._key = index, whole and index is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
+        pooled = index is not None and not has_expandable_segments() and hasattr(torch.cuda, "MemPool")
+        self._key = index, pooled and whole
         self._before = storage_sizes(resident) if device is None else self._held()
 
     def __call__(self, graph: Graph, plan: Plan) -> int:
@@ -116,10 +119,14 @@ class ReservedMemory:
                 address = torch.UntypedStorage(size, device=self._device or "cpu").data_ptr()
             _RESERVED[self._key] = arena._replace(address=address)
 
+    @property
+    def pool(self) -> Any:
+        """The memory pool of a step; None if its memory comes from the pool of all other tensors."""
+        return _RESERVED[self._key].pool if self._key in _RESERVED else None
+
     def running(self) -> AbstractContextManager[Any]:
         """Context of a step: its memory comes from the pool of its arena, if that has one."""
-        pool = _RESERVED[self._key].pool if self._key in _RESERVED else None
-        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
+        return nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool, self._device)
 
     def check(self, budget_bytes: int) -> None:
         """Warn if the device holds more than the budget after the first step; called at the beginning of each."""
@@ -159,7 +166,7 @@ class ReservedMemory:
 
 
 @functools.cache
-def warm_up(device: torch.device | None) -> None:
+def warm_up(device: torch.device | None, stream: torch.cuda.Stream | None = None) -> None:
     """Have the matrix library of a CUDA device allocate its workspaces, and thereby count them as resident bytes.
 
     cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, from the first product on, and PyTorch has a
@@ -168,7 +175,7 @@ def warm_up(device: torch.device | None) -> None:
     """
     if device is None:
         return
-    with no_modes(), torch.enable_grad():
+    with no_modes(), torch.enable_grad(), torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: the caller's
         for dtype in (torch.float32, torch.bfloat16):
             try:
                 x, weight = (torch.zeros(64, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(2))

@@ -65,15 +65,17 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
 class Peaks:
     """The peak of each part of a block, and the bytes held at its end, above the bytes allocated when the block begins."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, reserved: bool = False) -> None:
         self.parts: list[tuple[int, int]] = []
-        self._device, self._before = device, 0
+        self._device, self._before, self._reserved = device, 0, reserved
 
     def mark(self) -> None:
         """End a part."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             peak, held = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+            if self._reserved:
+                peak = torch.cuda.max_memory_reserved(self._device)
             self.parts.append((peak - self._before, held - self._before))
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
@@ -82,11 +84,13 @@ class Peaks:
 
 
 @contextmanager
-def peaks(device: torch.device) -> Iterator[Peaks]:
-    """Measure the peaks of a block on a device; they are known after the block."""
-    found = Peaks(device)
+def peaks(device: torch.device, *, reserved: bool = False) -> Iterator[Peaks]:
+    """Measure the peaks of a block on a device, with ``reserved`` of what its allocator holds; they are known after the block."""
+    found = Peaks(device, reserved=reserved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        if reserved:
+            torch.cuda.empty_cache()
         found._before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield found
@@ -108,17 +112,18 @@ def peaks(device: torch.device) -> Iterator[Peaks]:
 _log = logging.getLogger("checkmate.torch")
 
 
-def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
+def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool, reserved: bool = False) -> StepMemory:
     """Run two steps and measure the second; the first loads kernels and allocates buffers that stay.
 
     Inputs are passed as new leaf tensors that alias them: no gradient reaches a parameter, and no hook is called. Storages that
     the forward overwrites and the states of random generators are restored. A step that runs out of memory counts with all memory
-    of the CUDA device: more than any budget.
+    of the CUDA device: more than any budget. With ``reserved`` peaks are those of the memory that the device's allocator holds,
+    all of which CUDA graphs would keep.
     """
 
     def measured() -> StepMemory:
         _step(run, inputs, hold_outputs, lambda: None)
-        with peaks(_device(inputs)) as found:
+        with peaks(_device(inputs), reserved=reserved) as found:
             gradients = _step(run, inputs, hold_outputs, found.mark)
         (forward, between), (backward, _) = found.parts
         return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)

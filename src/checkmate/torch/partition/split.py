@@ -47,13 +47,14 @@ class Task:
     extra_resident_bytes: int  # besides the graph's inputs
     on_planned: Callable[[CapturedJoint, Result], None]  # called before anything runs
     on_unplannable: Callable[[GraphError], None]  # raises, or returns and the graph runs as in PyTorch
-    hold_last: bool = False  # the caller still holds the results of the step before
+    hold_last: int = 0  # how many copies of the results exist besides: those of the step before, which the caller holds
     most_workspace_bytes: int | None = sys.maxsize  # temporary tensors of one call for several updates; None for no such calls
     counted: Counted | None = None  # bytes of a plan that count against the budget
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs (of ``count``) whose gradients it adds up
     relabel: Callable[[fx.Graph], None] = lambda graph: None  # moves fake tensors to another device, in place
+    refuse: Callable[[fx.Graph], None] = lambda graph: None  # raises if the graph of a whole step cannot run as it has to
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph  # returns a graph whose tensors have other layouts
     examine: Callable[[fx.Graph], None] = lambda graph: None  # marks ops whose results depend on more than their inputs
 
@@ -206,6 +207,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     """
     prepared = prepare(module, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
+    task.refuse(prepared.graph)
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)
     room, whole, capture, result = task.planned(prepared, None)
