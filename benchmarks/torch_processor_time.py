@@ -95,7 +95,8 @@ def updated(case: Any, implementation: str) -> Callable[[], object]:
     """A step in eager mode, with the optimizer's."""
     import torch
 
-    optimizer = torch.optim.AdamW(case.model.parameters(), **{implementation: True})
+    asked: dict[str, Any] = {implementation: True}
+    optimizer = torch.optim.AdamW(case.model.parameters(), **asked)
 
     def step() -> None:
         case.model(**case.batch).backward()
@@ -111,7 +112,8 @@ def whole_step(case: Any, implementation: str, time_limit_s: float) -> Callable[
 
     import checkmate.torch
 
-    optimizer = torch.optim.AdamW(case.model.parameters(), **{implementation: True})
+    asked: dict[str, Any] = {implementation: True}
+    optimizer = torch.optim.AdamW(case.model.parameters(), **asked)
     options = {"budget": "100%", "time_limit_s": time_limit_s}
     run = checkmate.torch.compile(case.model, None, optimizer, example=case.batch, **options)
     return lambda: run(**case.batch)
