@@ -98,26 +98,26 @@ def step_on(cuda: Device, forward: int, held: int, backward: int) -> Any:
 def test_a_dry_step_is_measured_in_its_parts(cuda: Device) -> None:
     """Above what was there before it."""
     cuda.alloc(5 * GRANULE)
-    with peaks(torch.device("cuda")) as found:
+    with peaks(torch.device("cuda")) as (parts, mark):
         cuda.alloc(4096)
         cuda.free(3072)
-        found.mark()
+        mark()
         cuda.alloc(7168)
         cuda.free(8192)
-    assert found.parts == [(4096, 1024), (8192, 0)]
+    assert parts == [(4096, 1024), (8192, 0)]
     assert cuda.held == 5 * GRANULE
 
 
 def test_a_step_for_cuda_graphs_is_measured_by_what_the_allocator_holds(cuda: Device) -> None:
     """Their pool keeps whole segments, above what was allocated before."""
     cuda.alloc(5 * GRANULE)
-    with peaks(torch.device("cuda"), reserved=True) as found:
+    with peaks(torch.device("cuda"), reserved=True) as (parts, mark):
         cuda.alloc(4096)
         cuda.free(3072)
-        found.mark()
+        mark()
         cuda.alloc(SEGMENT)
         cuda.free(SEGMENT + 1024)
-    assert found.parts == [(SEGMENT - 5 * GRANULE, 1024), (2 * SEGMENT - 5 * GRANULE, 0)]
+    assert parts == [(SEGMENT - 5 * GRANULE, 1024), (2 * SEGMENT - 5 * GRANULE, 0)]
     assert cuda.emptied == 1
 
 

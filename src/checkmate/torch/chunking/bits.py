@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -33,14 +33,13 @@ from checkmate.cost.store import Store
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
-from checkmate.torch.chunking.regions import slices_of
-from checkmate.torch.chunking.rules.placements import Layout, Placement, Slices, Split, sliced
+from checkmate.torch.chunking.rules.placements import Layout, Placement, Split, sliced
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.kernel_settings import kernel_settings
-from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.op_properties import is_pointwise, makes_views
 from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
-from checkmate.torch.graph.storages import same_bytes, storage_key
-from checkmate.torch.graph.traced import inputs, outputs, shape_only, size_bytes, tensor
+from checkmate.torch.graph.storages import leaves, same_bytes, storage_key
+from checkmate.torch.graph.traced import inputs, outputs, size_bytes, tensor
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.profiler import workspace_bytes
 from checkmate.torch.measure.resident import beyond_bytes
@@ -126,8 +125,7 @@ def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
     for op in stage.all_ops:
         made = _cut(op, stage)
         if made:
-            read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
-            operands = {given: None for k, given in enumerate(read) if k not in shape_only(op)}
+            operands = dict.fromkeys(stage.region.read_by(op))
             only = replace(stage, new_ops=(op,), all_ops=(op,), operands=operands, results=made, copies=set())
             found[op] = ChunkOp(only, program_for(only))
     return found
@@ -161,10 +159,8 @@ def needed_bytes(stage: Stage) -> int:
 
 
 def _first_piece(value: fx.Node, placement: Placement, stage: Stage) -> torch.Tensor:
-    pieces = slices_of(value, placement, stage.region.count)
-    assert pieces is not None
     with torch.no_grad():
-        return sliced(tensor(value), pieces[0])
+        return sliced(tensor(value), stage.region.slices(value, placement)[0])
 
 
 def _piece_bytes(piece: torch.Tensor) -> int:
@@ -198,17 +194,23 @@ def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
 
 
 def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGraph]) -> bool:
+    """Whether each elementwise op computes each element of the pieces by the same function as in the whole."""
     for index, graph in enumerate(graphs):
         numbers = [t for t, piece in enumerate(pieces) if piece.body == index]
         for op, call in graph.calls.items():
             placement = stage.region.rules[op].outputs[0]
-            if not isinstance(placement, Split) or not isinstance(op.meta["val"], torch.Tensor):
+            if not is_pointwise(op) or not isinstance(placement, Split) or not isinstance(op.meta["val"], torch.Tensor):
                 continue
-            places = slices_of(op, placement, stage.region.count)
-            assert places is not None
             whole, piece = (fx.map_arg(each, lambda n: n.meta["val"]) for each in ((op.args, op.kwargs), call))
-            if not _same_path(op.target, whole, piece, [places[t] for t in numbers]):  # type: ignore[arg-type]
+            flat, structure = pytree.tree_flatten(whole)
+            given = tuple(value.dtype if isinstance(value, torch.Tensor) else value for value in flat)
+            if (found := witness(op.target, given, structure)) is None:  # type: ignore[arg-type]
+                continue
+            expected, got = (_called(op.target, each, found) for each in (whole, piece))  # type: ignore[arg-type]
+            places = stage.region.slices(op, placement)
+            if not all(torch.equal(sliced(expected, places[t]), got) for t in numbers):
                 return False
+            del expected, got  # before those of the next op are made
     return True
 
 
@@ -317,22 +319,6 @@ def _cancelling(made: torch.Tensor) -> None:
         middle.zero_()
 
 
-def _same_path(op: OpOverload, whole: Sequence[Any], piece: Sequence[Any], places: Sequence[Slices]) -> bool:
-    """Whether an op computes each element of some pieces by the same function as in the whole; True if it is not elementwise.
-
-    ``whole`` and ``piece`` are its (arguments, keyword arguments) with traced tensors. ``places`` has the slices of the result
-    that pieces with these arguments compute.
-    """
-    if torch.Tag.pointwise not in op.tags:
-        return True
-    flat, structure = pytree.tree_flatten(whole)
-    found = witness(op, tuple(value.dtype if isinstance(value, torch.Tensor) else value for value in flat), structure)
-    if found is None:
-        return True
-    expected, got = _called(op, whole, found), _called(op, piece, found)
-    return all(torch.equal(sliced(expected, place), got) for place in places)
-
-
 def _flat_storage(value: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as one dimension; elements of an expanded tensor, which share memory, cannot be written."""
     return value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
@@ -345,10 +331,11 @@ def witness(op: OpOverload, given: tuple[Any, ...], structure: pytree.TreeSpec) 
     ``given`` has the flat arguments, with a type for each tensor.
     """
     types = [value for value in given if isinstance(value, torch.dtype)]
+    arguments = pytree.tree_unflatten(given, structure)
     for scale in [scale for scale in (1.0, 0.1, 8.0) for _ in range(32)]:
         numbers = [_numbers(dtype, scale) for dtype in types]
-        in_vectors = _with(op, given, structure, numbers)
-        one_by_one = _with(op, given, structure, [torch.stack([n, n], 1)[:, 0] for n in numbers])
+        in_vectors = _with(op, arguments, torch.dtype, numbers)
+        one_by_one = _with(op, arguments, torch.dtype, [torch.stack([n, n], 1)[:, 0] for n in numbers])
         if not isinstance(in_vectors, torch.Tensor) or not in_vectors.is_floating_point():
             return None
         differ = (in_vectors != one_by_one) & in_vectors.isfinite() & one_by_one.isfinite()
@@ -365,19 +352,14 @@ def _numbers(dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 def _called(op: OpOverload, arguments: Sequence[Any], numbers: Sequence[Any]) -> torch.Tensor:
     """The op on tensors that are each filled with one value."""
-    values = iter(numbers)
-
-    def filled(traced: torch.Tensor) -> torch.Tensor:
-        made = Layout.of(traced).empty()
-        _flat_storage(made).fill_(next(values))
-        return made
-
-    args, kwargs = pytree.tree_map_only(torch.Tensor, filled, arguments)
-    return op(*args, **kwargs)
+    made = [Layout.of(traced).empty() for traced in leaves(arguments)]
+    for value, number in zip(made, numbers, strict=False):  # a type among the arguments has a number too
+        _flat_storage(value).fill_(number)
+    return _with(op, arguments, torch.Tensor, made)
 
 
-def _with(op: OpOverload, given: Sequence[Any], structure: pytree.TreeSpec, numbers: Sequence[torch.Tensor]) -> Any:
-    left = iter(numbers)
-    flat = [next(left) if isinstance(value, torch.dtype) else value for value in given]
-    args, kwargs = pytree.tree_unflatten(flat, structure)
+def _with(op: OpOverload, arguments: Any, kind: type, tensors: Iterable[torch.Tensor]) -> Any:
+    """The op with tensors in place of the arguments of a kind."""
+    left = iter(tensors)
+    args, kwargs = pytree.tree_map_only(kind, lambda _: next(left), arguments)
     return op(*args, **kwargs)

@@ -17,28 +17,18 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
+from checkmate.torch.chunking.rules.placements import Layout
 from checkmate.torch.graph.op_properties import is_pointwise
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.measure.estimates import last_uses
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A buffer of numbers."""
-
-    dtype: torch.dtype
-    numel: int
-
-    def empty(self) -> torch.Tensor:
-        """The buffer, on the CPU."""
-        return torch.empty(self.numel, dtype=self.dtype)
-
-
-def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
+def share_buffers(graph: fx.Graph) -> tuple[Layout, ...]:
     """Have the ops of a piece write their largest tensors into buffers, which become the last inputs of the graph."""
     nodes = list(graph.nodes)
-    ends = _last_uses(nodes)
+    ends = last_uses(nodes)
     most = max((storage_bytes(node.meta["val"]) for node in nodes if _writes_elsewhere(node)), default=0)
     last_input = [node for node in nodes if node.op == "placeholder"][-1]
     slots: list[_Slot] = []
@@ -47,7 +37,7 @@ def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
         if key is None or storage_bytes(node.meta["val"]) < most or ends[key] == len(nodes) - 1:  # the output node reads it
             continue
         made = node.meta["val"]
-        wanted = Buffer(made.dtype, made.numel())
+        wanted = Layout((made.numel(),), (1,), made.dtype, made.device)
         alike = [slot for slot in slots if slot.buffer == wanted]
         slot = next((slot for slot in alike if ends[slot.held] == position and _may_overwrite(node, slot)), None)
         slot = slot or next((slot for slot in alike if ends[slot.held] < position), None)
@@ -57,7 +47,8 @@ def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
             slot = _Slot(wanted, last_input, node, key)
             slots.append(slot)
         slot.writer, slot.held = node, key
-        write_to(node, slot.given, shape=tuple(made.shape))
+        with graph.inserting_before(node):
+            write_to(node, graph.call_function(aten.view.default, (slot.given, list(made.shape))))
     return tuple(slot.buffer for slot in slots)
 
 
@@ -65,7 +56,7 @@ def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
 class _Slot:
     """A buffer at a point of the graph."""
 
-    buffer: Buffer
+    buffer: Layout
     given: fx.Node
     writer: fx.Node
     held: int
@@ -97,20 +88,17 @@ def _may_overwrite(node: fx.Node, slot: _Slot) -> bool:
     holders = [each for each in node.all_input_nodes if slot.held in map(storage_key, leaves(each.meta["val"]))]
     if holders != [first]:
         return False
-    read, written = holders[0], holders[0]
+    written = holders[0]
     while written is not slot.writer and written.target in _RESHAPES:
         written = written.all_input_nodes[0]
-    return written is slot.writer and read.meta["val"].shape == node.meta["val"].shape
+    return written is slot.writer and holders[0].meta["val"].shape == node.meta["val"].shape
 
 
-def write_to(node: fx.Node, target: fx.Node, shape: tuple[int, ...] | None = None) -> None:
+def write_to(node: fx.Node, target: fx.Node) -> None:
     """Have an op that has an ``out`` variant write its result to another tensor."""
     found = out_variant(node.target)
     assert found is not None
     overload, name = found
-    if shape is not None:
-        with node.graph.inserting_before(node):
-            target = node.graph.call_function(aten.view.default, (target, list(shape)))
     node.target = overload
     node.kwargs = {**node.kwargs, name: target}
 
@@ -127,13 +115,10 @@ def out_variant(op: object) -> tuple[OpOverload, str] | None:
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = op.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        arguments = overload._schema.arguments
-        if not arguments:
-            continue
-        *rest, last = arguments
-        writes = last.kwarg_only and last.alias_info is not None and last.alias_info.is_write
-        if writes and [(a.name, str(a.type)) for a in rest] == wanted and torch.Tag.generated not in overload.tags:
-            return overload, last.name
+        given = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
+        written = [a.name for a in overload._schema.arguments if a.is_out]
+        if len(written) == 1 and given == wanted and torch.Tag.generated not in overload.tags:
+            return overload, written[0]
     return None
 
 
@@ -152,13 +137,3 @@ def _writes_elsewhere(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(made, torch.Tensor) or out_variant(node.target) is None:
         return False
     return made.device.type == "cpu" and made.is_contiguous()
-
-
-def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
-    """Storage to the position of the last node that computes it, views it or reads it."""
-    return {
-        storage_key(t): position
-        for position, node in enumerate(nodes)
-        for read in (node, *node.all_input_nodes)
-        for t in leaves(read.meta.get("val"))
-    }

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -28,8 +28,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.program import NotChunkable
-from checkmate.torch.chunking.region_groups import RegionGroup, region_groups
-from checkmate.torch.chunking.regions import Allows
+from checkmate.torch.chunking.region_groups import Chunks, RegionGroup, region_groups
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.measure.resident import beyond_room
@@ -56,15 +55,6 @@ class HasGraph(Protocol):
 CapturedT = TypeVar("CapturedT", bound=HasGraph)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The ops that may run piece by piece."""
-
-    exact: bool  # results must have the bits of the whole ops
-    allows: Allows = lambda op: True
-    recomputes_nothing: bool = False  # allows only regions that compute nothing twice
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class ChunkableStep(Generic[CapturedT]):
     """A step whose joint modules can be changed before it is planned."""
@@ -72,14 +62,6 @@ class ChunkableStep(Generic[CapturedT]):
     whole: CapturedT  # as captured: nothing runs piece by piece
     joints: tuple[fx.GraphModule, ...]
     captured: Callable[[Sequence[fx.GraphModule]], CapturedT]  # captures the step with other joint modules
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ChunkedStep(Generic[CapturedT]):
-    """A captured step, and the groups of regions that run piece by piece in it."""
-
-    captured: CapturedT
-    groups: tuple[RegionGroup, ...]
 
 
 def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
@@ -107,8 +89,7 @@ class ChunkChoices(Generic[CapturedT]):
         began = time.perf_counter()
         found: list[RegionGroup] = []
         for joint in self._joints:
-            which = {"exact": self._chunks.exact, "recomputes_nothing": self._chunks.recomputes_nothing}
-            found += region_groups(joint.graph, self._chunks.allows, **which)
+            found += region_groups(joint.graph, self._chunks)
         _log.debug("found %d groups of regions in %.1f s", len(found), time.perf_counter() - began)
         found.sort(key=lambda group: group.saved_bytes, reverse=True)
         first: list[RegionGroup] = []
@@ -160,20 +141,17 @@ class ChunkChoices(Generic[CapturedT]):
         """
         below = self.below(0)
         chosen = list(below)
-        lowest = self._bytes(chosen, _quick_bytes)
+        lowest = self._bytes(chosen, _smallest_bytes)
         for group in [group for group in self.groups if group.most_pieces]:
             if group in self._addable(chosen):
-                peak = self._bytes([*chosen, group], _quick_bytes)
+                peak = self._bytes([*chosen, group], _smallest_bytes)
                 if peak < (1 - _LEAST_GAIN) * lowest:
                     chosen.append(group)
                     lowest = peak
         if len(chosen) == len(below):
             return below
-
-        def searched_bytes(graph: Graph) -> int:
-            return near_smallest(graph, search_s, enough_bytes=0).peak_bytes
-
-        return min((below, tuple(chosen)), key=lambda groups: self._bytes(groups, searched_bytes))
+        searched = partial(_smallest_bytes, search_s=search_s, enough_bytes=0)
+        return min((below, tuple(chosen)), key=lambda groups: self._bytes(groups, searched))
 
     def floors(self) -> list[int]:
         """The floors of all steps that were captured."""
@@ -194,8 +172,8 @@ def _floor_bytes(graph: Graph) -> int:
     return floor(graph).peak_bytes
 
 
-def _quick_bytes(graph: Graph) -> int:
-    return near_smallest(graph, _SMALLEST_S).peak_bytes
+def _smallest_bytes(graph: Graph, search_s: float = _SMALLEST_S, enough_bytes: int | None = None) -> int:
+    return near_smallest(graph, search_s, enough_bytes).peak_bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -292,7 +270,7 @@ def _share(share: float, time_s: float | None) -> float | None:
     return None if time_s is None else share * time_s
 
 
-def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> ChunkedStep[CapturedT]:
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> CapturedT:
     """A step with the groups of regions piece by piece that lower its smallest peak.
 
     The bits of exact pieces have to be tested. Exact pieces are tried only if a budget is known, and no plan within the budget is
@@ -301,11 +279,10 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
     if chunks.exact and (
         budget_bytes is None or near_smallest(step.whole.graph, _SMALLEST_S, budget_bytes).peak_bytes <= budget_bytes
     ):
-        return ChunkedStep(step.whole, ())
+        return step.whole
     choices = ChunkChoices(step, chunks)
     with beyond_room(allowed=True):
-        groups = choices.smallest()
-    return ChunkedStep(choices.captured(groups), groups)
+        return choices.captured(choices.smallest())
 
 
 def with_offer(error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks) -> InfeasibleBudgetError:
@@ -315,7 +292,7 @@ def with_offer(error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chu
         if 3 * step.whole.graph.cost > within_s * 1e9:  # to measure the ops that run its regions would take about as long
             raise TimeoutError
         choices = ChunkChoices(step, chunks, time.perf_counter() + within_s)
-        peak = _quick_bytes(choices.captured(choices.smallest()).graph)
+        peak = _smallest_bytes(choices.captured(choices.smallest()).graph)
     except TimeoutError:
         return error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece')
     if peak >= (error.smallest_bytes or error.floor_bytes):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
-from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
-from checkmate.torch.chunking.regions import Region, slices_of
+from checkmate.torch.chunking.buffers import out_variant, share_buffers, write_to
+from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import (
     SUM,
     WHOLE,
@@ -85,7 +86,7 @@ class Body:
 
     run: BoxedRun
     graph: fx.Graph
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,13 +103,13 @@ class ChunkedProgram:
     def runs(self) -> Pieces:
         """The graphs that it runs, for measurement or estimation."""
         bodies = [self.bodies[piece.body] for piece in self.pieces]
-        buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
+        buffers = [sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
         return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all pieces."""
         made = [None if is_sum else layout.empty() for layout, is_sum in zip(self.results, self.sums, strict=True)]
-        shared: dict[tuple[Buffer, ...], list[torch.Tensor]] = {}
+        shared: dict[tuple[Layout, ...], list[torch.Tensor]] = {}
         for piece in self.pieces:
             body = self.bodies[piece.body]
             if body.buffers not in shared:
@@ -182,7 +183,7 @@ def _content(stage: Stage) -> str:
 
     def named(read: fx.Node) -> str:
         """A value of the stage by its number; a value of which only the shape counts, by its layout."""
-        return numbers[read] if read in numbers else str(_layouts(read.meta.get("val")) or read.name)
+        return numbers[read] if read in numbers else str([Layout.of(t) for t in leaves(read.meta.get("val"))] or read.name)
 
     lines = [f"2 {stage.region.count}"]  # raise the first number when other code is written for the same stage
     for value, placement in stage.operands:
@@ -190,19 +191,19 @@ def _content(stage: Stage) -> str:
     for op in stage.all_ops:
         args = fx.map_arg((op.args, op.kwargs), named)
         made = [None if value is None else numbers.setdefault(value, f"%{len(numbers)}") for value in outputs(op)]
-        lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
+        layouts = [Layout.of(t) for t in leaves(op.meta.get("val"))]
+        lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {layouts}")
     lines += [f"{numbers[value]} {placement} {value in stage.copies}" for value, placement in stage.results.items()]
     return "\n".join(lines)
 
 
 def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
     """The pieces of a stage, and the graphs that they run."""
-    count = stage.region.count
-    operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
-    result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
+    operand_slices = [stage.region.slices(value, placement) for value, placement in stage.operands]
+    result_slices = [stage.region.slices(value, placement) for value, placement in stage.results.items()]
     bodies: dict[tuple[object, bool], PieceGraph] = {}
     pieces: list[Piece] = []
-    for t in range(count):
+    for t in range(stage.region.count):
         operands = tuple(slices[t] for slices in operand_slices)
         results = tuple(slices[t] for slices in result_slices)
         lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
@@ -211,16 +212,6 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
             bodies[kind] = PieceGraph(stage, operands, results, t)
         pieces.append(Piece(operands, results, list(bodies).index(kind)))
     return pieces, list(bodies.values())
-
-
-def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
-    found = slices_of(value, placement, count)
-    assert found is not None
-    return found
-
-
-def _layouts(traced: object) -> list[Layout]:
-    return [Layout.of(t) for t in leaves(traced)]
 
 
 def _summed(value: fx.Node) -> torch.Tensor:
@@ -320,7 +311,7 @@ class PieceGraph:
     def _empty(self, value: fx.Node, placement: Placement) -> fx.Node:
         """A tensor without numbers, of the shape of a slice."""
         with self.mode:
-            slices = _slices(value, placement, self.stage.region.count)[self.piece]
+            slices = self.stage.region.slices(value, placement)[self.piece]
             like = Layout.of(torch.empty_like(sliced(tensor(value), slices)))
         given = {"dtype": like.dtype, "device": like.device}
         return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)

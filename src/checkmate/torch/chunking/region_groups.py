@@ -21,6 +21,15 @@ from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.graph.traced import inputs, outputs, own_bytes, producer, size_bytes, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The ops that may run piece by piece."""
+
+    exact: bool = False  # results must have the bits of the whole ops, on this device
+    allows: Allows = lambda op: True
+    recomputes_nothing: bool = False  # allows only regions that compute no large tensor twice
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class RegionGroup:
     """Regions of one shape, such as the MLPs of all layers, and one way to run them. Either all run piece by piece, or none."""
@@ -35,12 +44,7 @@ class RegionGroup:
         """The place of the regions in the model, and how they run, for people."""
         region, place = self.regions[0], common_place([place_of(region.rules) for region in self.regions])
         how = ", gradients ahead of the backward" if self.assumes_unit_tangent else ""
-        return f"{place}, {region.count} pieces of {region.piece_length:,}{how}"
-
-    @property
-    def recomputes_nothing(self) -> bool:
-        """Whether no large tensor is computed twice: no region has to wait for ops outside of it."""
-        return all(op.stage.wave == 0 for op in self.chunk_ops)
+        return f"{place}, {region.count} pieces of {-(-region.length // region.count):,}{how}"
 
     @property
     def assumes_unit_tangent(self) -> bool:
@@ -58,47 +62,37 @@ class RegionGroup:
         return not self.most_pieces and alike and self.excludes(other)
 
 
-def region_groups(
-    graph: fx.Graph, allows: Allows = lambda op: True, *, exact: bool = False, recomputes_nothing: bool = False
-) -> list[RegionGroup]:
-    """The groups of regions of a joint graph, those that save most first; none for a graph with symbolic sizes.
-
-    ``exact`` leaves out regions whose results differ in any bit, on this device, from the results of the whole ops.
-    ``recomputes_nothing`` leaves out regions that compute large tensors twice.
-    """
+def region_groups(graph: fx.Graph, chunks: Chunks = Chunks()) -> list[RegionGroup]:
+    """The groups of regions of a joint graph, those that save most first; none for a graph with symbolic sizes."""
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
         return []
-    seeds = sorted(_seeds(graph), key=size_bytes, reverse=True)
+    seeds = _seeds(graph)
     taken: set[fx.Node] = set()
     worthless: set[Hashable] = set()  # layers repeat
     found: dict[Hashable, list[RegionGroup]] = {}
-
-    def free(op: fx.Node) -> bool:
-        return op not in taken and allows(op)
-
+    free = replace(chunks, allows=lambda op: op not in taken and chunks.allows(op))
     for seed in seeds:
         if size_bytes(seed) < 0.1 * size_bytes(seeds[0]):
             break  # pieces of small tensors save little
         if producer(seed) in taken or _call(producer(seed)) in worthless:
             continue
-        best = _best_region(graph, seed, free, exact, recomputes_nothing)
+        best = _best_region(graph, seed, free)
         if best is None:
             worthless.add(_call(producer(seed)))
             continue
-        for way in (best, *_in_fewer_pieces(best, graph, free)):
+        for way in (best, *_in_fewer_pieces(best, graph, free.allows)):
             found.setdefault(_signature(way), []).append(way)
-            early = None if exact else _with_unit_tangent(way, graph)
+            early = None if chunks.exact else _with_unit_tangent(way, graph)
             if early is not None:
                 found.setdefault((*_signature(way), "unit tangent"), []).append(early)
         taken.update(best.regions[0].rules)
-    groups = [_joined(alike) for alike in found.values()]
-    groups = [group for group in groups if group.recomputes_nothing or not recomputes_nothing]
+    groups: list[RegionGroup] = []
+    for alike in found.values():
+        regions = tuple(region for each in alike for region in each.regions)
+        groups.append(replace(alike[0], regions=regions, chunk_ops=tuple(op for each in alike for op in each.chunk_ops)))
+    if chunks.recomputes_nothing:  # no region may have to wait for ops outside of it
+        groups = [group for group in groups if all(op.stage.wave == 0 for op in group.chunk_ops)]
     return sorted(groups, key=lambda group: group.saved_bytes, reverse=True)
-
-
-def _joined(alike: list[RegionGroup]) -> RegionGroup:
-    regions = tuple(region for each in alike for region in each.regions)
-    return replace(alike[0], regions=regions, chunk_ops=tuple(op for each in alike for op in each.chunk_ops))
 
 
 def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Iterator[RegionGroup]:
@@ -127,30 +121,26 @@ def _with_unit_tangent(found: RegionGroup, graph: fx.Graph) -> RegionGroup | Non
     return replace(found, chunk_ops=tuple(ops)) if len(ops) < len(found.chunk_ops) else None
 
 
-def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Tensors that an op allocates in the forward and that could be cut."""
-    seen: set[int] = set()
-    for op in graph.nodes:
-        if op.op != "call_function" or makes_views(op):
-            continue
-        for value in outputs(op):
-            if value is not None and isinstance(value.meta.get("val"), torch.Tensor) and storage_key(tensor(value)) not in seen:
-                seen.add(storage_key(tensor(value)))
-                if all(isinstance(n, int) for n in tensor(value).shape):
-                    yield value
+def _seeds(graph: fx.Graph) -> list[fx.Node]:
+    """Tensors that an op allocates and that could be cut, the largest first."""
+    ops = [op for op in graph.nodes if op.op == "call_function" and not makes_views(op)]
+    made = [value for op in ops for value in outputs(op) if value is not None and isinstance(value.meta.get("val"), torch.Tensor)]
+    first = {storage_key(tensor(value)): value for value in reversed(made)}
+    found = [value for value in made if first[storage_key(tensor(value))] is value]
+    return sorted((v for v in found if all(isinstance(n, int) for n in tensor(v).shape)), key=size_bytes, reverse=True)
 
 
-def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, recomputes_nothing: bool) -> RegionGroup | None:
+def _best_region(graph: fx.Graph, seed: fx.Node, chunks: Chunks) -> RegionGroup | None:
     """The region around a tensor that saves most bytes, as a separate group."""
     op = producer(seed)
-    if not allows(op):
+    if not chunks.allows(op):
         return None
     place = outputs(op).index(seed)
     found: list[tuple[tuple[int, bool, bool], Region]] = []
     for split in {split for rule in rules_of(op) if isinstance(split := rule.outputs[place], Split)}:
-        region = _region(seed, split, allows, exact)
+        region = _region(seed, split, chunks.allows, chunks.exact)
         stages = [] if region is None else stages_of(region, graph)
-        if region is None or (recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None):
+        if region is None or (chunks.recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None):
             continue
         if len({stage.wave for stage in stages}) <= 3:  # each computes large tensors of earlier stages again
             # Sums of gradients are better than sums in the forward: the loss shows the bits of the latter.
@@ -158,8 +148,8 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Allows, exact: bool, re
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
     # Tracing takes far longer than finding a region: only the candidates up to the first success are traced.
     for (saved, *_), region in sorted(found, key=lambda each: each[0], reverse=True):
-        group = _as_group(region, graph, allows, saved)
-        if group is not None and (not exact or all(map(keeps_bits, group.chunk_ops))):
+        group = _as_group(region, graph, chunks.allows, saved)
+        if group is not None and (not chunks.exact or all(map(keeps_bits, group.chunk_ops))):
             return group
     return None
 

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Slices, Split, cuts
+from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Slices, Split, cuts
 from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, shape_only, size_bytes, tensor
 
 _MOST_OPS = 128
 """A region of more ops is not offered: if tensors of one size follow each other without end, it would be the whole network."""
@@ -55,10 +55,28 @@ class Region:
         """Elements of the seed along the axis that is cut, such as tokens."""
         return self.splits[self.seed].length(tensor(self.seed).shape)
 
-    @property
-    def piece_length(self) -> int:
-        """Elements along that axis in a piece; the last piece may have fewer."""
-        return -(-self.length // self.count)
+    def slices(self, value: fx.Node, placement: Placement) -> list[Slices]:
+        """The slices of a tensor of the region for each piece."""
+        found = slices_of(value, placement, self.count)
+        assert found is not None
+        return found
+
+    def read_by(self, op: fx.Node) -> list[tuple[fx.Node, Placement]]:
+        """The tensors that an op reads, and their placements; with repetitions."""
+        pairs = zip(inputs(op), self.rules[op].inputs, strict=True)
+        unread = shape_only(op)
+        return [pair for i, pair in enumerate(pairs) if i not in unread]
+
+    def reads_whole(self, op: fx.Node, value: fx.Node) -> bool:
+        """Whether an op reads any copy of a tensor whole."""
+        return (value, WHOLE) in self.read_by(op)
+
+    def made_as(self, value: fx.Node) -> Placement:
+        """The placement of a tensor that the region makes."""
+        op = producer(value)
+        placement = self.rules[op].outputs[outputs(op).index(value)]
+        assert placement is not None
+        return placement
 
 
 def grow(
@@ -93,8 +111,7 @@ def extended(region: Region, ops: Iterable[fx.Node], allows: Allows) -> Region |
     growth = _Growth(region.count, region.length, region.least_bytes, allows, sums=False)
     growth.rules.update(region.rules)
     growth.splits.update(region.splits)
-    made = [pair for op, rule in region.rules.items() for pair in zip(outputs(op), rule.outputs, strict=True)]
-    growth.sum_values.update(value for value, placement in made if placement == SUM)
+    growth.sum_values.update(value for op, rule in region.rules.items() for value, p in _placed(op, rule) if p == SUM)
     for op in ops:
         growth.visit(op)
         if op not in growth.rules:
@@ -151,11 +168,9 @@ class _Growth:
         agreeing = [rule for rule in rules_of(op) if self._agrees(op, rule)]
         if not agreeing:
             return
-
-        def split_bytes(rule: Rule) -> int:
-            return sum({v: size_bytes(v) for v, p in _placed(op, rule) if isinstance(p, Split)}.values())
-
-        rule = self.rules[op] = max(agreeing, key=lambda rule: (not rule.sums, split_bytes(rule)))
+        cut = [{v: size_bytes(v) for v, p in _placed(op, rule) if isinstance(p, Split)} for rule in agreeing]
+        best = max(range(len(agreeing)), key=lambda i: (not agreeing[i].sums, sum(cut[i].values())))
+        rule = self.rules[op] = agreeing[best]
         for value, placement in _placed(op, rule):
             if isinstance(placement, Split) and value not in self.splits:
                 self.place(value, placement)

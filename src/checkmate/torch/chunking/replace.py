@@ -30,13 +30,12 @@ def with_regions(joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> fx.Grap
 
 
 class _Writer:
-    """Writes the module; ``env`` maps nodes of the joint graph to nodes of the new graph."""
+    """Writes the module; ``env`` maps nodes of the joint graph, and the chunk ops, to nodes of the new graph."""
 
     def __init__(self, joint: fx.GraphModule, chunk_ops: Sequence[ChunkOp]) -> None:
         self.joint = joint
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.done: set[ChunkOp] = set()
+        self.env: dict[_Item, fx.Node] = {}
         self.maker = {value: op for op in chunk_ops for value in op.stage.results}
         self.begins = {op.stage.new_ops[0]: op for op in chunk_ops}
         self.inside = {node for op in chunk_ops for node in op.stage.region.rules}
@@ -45,9 +44,6 @@ class _Writer:
         for node in self.joint.graph.nodes:
             if node in self.begins:
                 self._emit(self.begins[node])
-            if node.op == "output":
-                self._emit(node)
-                break
             if node not in self.inside and producer(node) not in self.inside:
                 self._emit(node)
         self.graph.lint()
@@ -59,7 +55,7 @@ class _Writer:
         waiting: set[_Item] = set()
         while stack:
             item = stack[-1]
-            missing = [need for need in self._needs(item) if not self._is_done(need)]
+            missing = [need for need in self._needs(item) if need not in self.env]
             if not waiting.isdisjoint(missing):
                 # Two chunk ops can each read a result of the other, if their ops were between each other.
                 raise NotChunkable("regions wait for each other")
@@ -68,7 +64,7 @@ class _Writer:
                 stack += missing
                 continue
             stack.pop()
-            if self._is_done(item):
+            if item in self.env:
                 continue
             if isinstance(item, ChunkOp):
                 self._write(item)
@@ -81,22 +77,19 @@ class _Writer:
             read = [value for value, _ in item.stage.operands]
             unit = item.stage.unit_tangent
             if unit is not None:  # copies of the ops between read the tangent of one
-                read = [n for n in (*read, *(i for node in unit.between for i in node.all_input_nodes)) if n not in unit.inner]
+                inner = {unit.tangent, *unit.between}
+                read = [n for n in (*read, *(i for node in unit.between for i in node.all_input_nodes)) if n not in inner]
         else:
             read = item.all_input_nodes
         return [self.maker.get(value, value) for value in read]
 
-    def _is_done(self, item: _Item) -> bool:
-        return item in self.done if isinstance(item, ChunkOp) else item in self.env
-
     def _write(self, op: ChunkOp) -> None:
-        self.done.add(op)
         stage, program, unit = op.stage, op.program, op.stage.unit_tangent
-        env = self.env if unit is None else {**self.env, **self._with_tangent_of_one(unit)}
+        env = self.env if unit is None else self.env | self._with_tangent_of_one(unit)
         operands = [env[value] for value, _ in stage.operands]
         like = stage.new_ops[0].meta
         name = re.sub(r"\W+", "_", stage.description)  # messages, explanations and reports show the names of ops
-        node = self.graph.create_node("call_function", CHUNKED, (operands, program.key), name=name)
+        node = self.env[op] = self.graph.create_node("call_function", CHUNKED, (operands, program.key), name=name)
         returned = [stage.returned(value) for value in stage.results]
         node.meta = {**like, "val": returned, DESCRIPTION: stage.description, PIECES: program.runs}
         if unit is not None:

@@ -25,12 +25,12 @@ from torch import fx
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.regions import Allows, Region, extended
-from checkmate.torch.chunking.rules.placements import WHOLE, Placement, Split
+from checkmate.torch.chunking.rules.placements import Placement, Split
 from checkmate.torch.chunking.unit_tangent import UnitTangent
 from checkmate.torch.graph.op_properties import is_pointwise, makes_views
 from checkmate.torch.graph.provenance import place_of
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.graph.traced import held_bytes, inputs, outputs, own_bytes, producer, readers, shape_only, size_bytes, tensor
+from checkmate.torch.graph.traced import held_bytes, inputs, outputs, own_bytes, producer, readers, size_bytes, tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +76,7 @@ def kept_outside(region: Region) -> set[fx.Node]:
     views: dict[fx.Node, set[fx.Node]] = {}  # by base
     for op in region.rules:
         for value, user in readers(op):
-            if user in region.rules and not _reads_whole(region, user, value):
+            if user in region.rules and not region.reads_whole(user, value):
                 continue
             base = _base(value, region)
             if base is None:
@@ -102,7 +102,7 @@ def _base(value: fx.Node, region: Region) -> fx.Node | None:
 def _can_copy(view: fx.Node, user: fx.Node, region: Region) -> bool:
     """Whether an op outside of a region can read a copy of a view instead."""
     pure = isinstance(user.target, OpOverload) and not user.target._schema.is_mutable
-    return isinstance(_made_as(region, view), Split) and pure and not makes_views(user)
+    return isinstance(region.made_as(view), Split) and pure and not makes_views(user)
 
 
 def _widens(op: fx.Node) -> bool:
@@ -225,11 +225,11 @@ class _Stages:
     def _wave_after(self, read: fx.Node, node: fx.Node, wave: dict[fx.Node, int]) -> int:
         """Wave of a node by one of its inputs."""
         made, rules = producer(read), self.region.rules
-        if node in rules and read not in dict(_read(self.region, node)):
+        if node in rules and read not in dict(self.region.read_by(node)):
             return 0
         if made not in rules or node is made or (read is not node and producer(node) is made):
             return wave[read]
-        inside = node in rules and not _reads_whole(self.region, node, read)
+        inside = node in rules and not self.region.reads_whole(node, read)
         return wave[made] if inside else wave[made] + 1
 
     def _separate(self, ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -260,7 +260,7 @@ class _Stages:
     def _computed_with(self, op: fx.Node, wave: int) -> list[fx.Node]:
         """The ops, without views, that compute the operands of an op and that a stage of some wave runs itself."""
         found: list[fx.Node] = []
-        for value, _ in _read(self.region, op):
+        for value, _ in self.region.read_by(op):
             if not self._is_operand(value, op, wave):
                 made = producer(value)
                 found += self._computed_with(made, wave) if makes_views(made) else [made]
@@ -272,7 +272,7 @@ class _Stages:
         An earlier stage returns the operand if it has to, or if the tensor is small.
         """
         made = producer(value)
-        if made not in self.region.rules or _reads_whole(self.region, op, value):
+        if made not in self.region.rules or self.region.reads_whole(op, value):
             return True
         if self.wave[made] >= wave or makes_views(made):
             return False
@@ -284,12 +284,12 @@ class _Stages:
         todo = list(stage.new_ops)
         while todo:
             op = todo.pop()
-            for value, placement in _read(self.region, op):
+            for value, placement in self.region.read_by(op):
                 made = producer(value)
                 if self._is_operand(value, op, stage.wave):
                     stage.operands[value, placement] = None
                     if made in self.region.rules:
-                        self.stage_of[made].results[value] = _made_as(self.region, value)
+                        self.stage_of[made].results[value] = self.region.made_as(value)
                 elif made not in ops:
                     ops.add(made)
                     todo.append(made)
@@ -297,26 +297,6 @@ class _Stages:
         for op in stage.new_ops:
             for value in outputs(op):
                 if value is not None and value in self.whole:
-                    stage.results[value] = _made_as(self.region, value)
+                    stage.results[value] = self.region.made_as(value)
                     if makes_views(op):
                         stage.copies.add(value)
-
-
-def _made_as(region: Region, value: fx.Node) -> Placement:
-    """The placement of a tensor that a region makes."""
-    op = producer(value)
-    placement = region.rules[op].outputs[outputs(op).index(value)]
-    assert placement is not None
-    return placement
-
-
-def _read(region: Region, op: fx.Node) -> list[tuple[fx.Node, Placement]]:
-    """The tensors that an op of a region reads, and their placements; with repetitions."""
-    pairs = zip(inputs(op), region.rules[op].inputs, strict=True)
-    unread = shape_only(op)
-    return [pair for i, pair in enumerate(pairs) if i not in unread]
-
-
-def _reads_whole(region: Region, op: fx.Node, value: fx.Node) -> bool:
-    """Whether an op of a region reads any copy of a tensor whole."""
-    return (value, WHOLE) in _read(region, op)

@@ -41,11 +41,6 @@ class UnitTangent:
     between: tuple[fx.Node, ...]  # ops outside of the region through which it depends on the tangent, in the order of the graph
     scaled: frozenset[fx.Node]  # tensors made in the region that are linear in the tangent
 
-    @property
-    def inner(self) -> frozenset[fx.Node]:
-        """The tangent and the ops between."""
-        return frozenset({self.tangent, *self.between})
-
 
 def unit_tangent_of(region: Region, graph: fx.Graph) -> UnitTangent | None:
     """The tangent with which a region can compute its gradients in the forward; None if it cannot."""

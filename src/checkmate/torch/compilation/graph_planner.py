@@ -76,7 +76,7 @@ class GraphPlanner:
         budget = self.options.budget
         if not self.is_alone(capture.graph):
             if self.chunks is not None and not self.keeps_everything:
-                capture = with_smallest_peak(step, self.chunks, budget.total_bytes if budget else None).captured
+                capture = with_smallest_peak(step, self.chunks, budget.total_bytes if budget else None)
             early = self._account.early_ops(capture)
             graph, result = self.agreed(capture.graph, lambda graph: self._plan_of_part(graph, early))
             return replace(capture, graph=graph), result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -65,18 +66,16 @@ class EmulatedDevice:
         """
         if self.device.kind != "cuda":
             return
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        moved = functools.cache(lambda tensor: fake_tensor_on(tensor, _CUDA))
         for node in graph.nodes:
             node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda d: _CUDA, (node.args, node.kwargs))
-            if "val" not in node.meta:
-                continue
-            value = node.meta["val"]
             if node.target is operator.getitem and node.args[0].target in _STATISTICS:
                 node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-                continue
-            if node.target in _STATISTICS:
-                value = (value[0], *cast(value[1:], torch.float32))
-            node.meta["val"] = pytree.tree_map_only(FakeTensor, lambda t: _moved(t, moved), value)
+            elif "val" in node.meta:
+                value = node.meta["val"]
+                if node.target in _STATISTICS:
+                    value = (value[0], *cast(value[1:], torch.float32))
+                node.meta["val"] = pytree.tree_map_only(FakeTensor, moved, value)
 
     def costs(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Costs that the profile has as measured; else roofline times, and workspace: measured for a CPU, modelled for CUDA."""
@@ -112,13 +111,6 @@ def _refuse_autocast_by_name(graph: fx.Graph) -> None:
         )
 
 
-def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    if id(tensor) not in moved:
-        # The original is kept alive, and therefore its id is not reused.
-        moved[id(tensor)] = (tensor, fake_tensor_on(tensor, _CUDA))
-    return moved[id(tensor)][1]
-
-
 @contextmanager
 def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
     """Replace tensors on the meta device, or of several fake modes, by fake CPU tensors of one mode while a step is traced.
@@ -136,19 +128,15 @@ def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
         yield example
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # equal objects map to one fake tensor: tied weights stay tied
 
+    @functools.cache  # the same object is one fake tensor: tied weights stay tied
     def faked(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            device = "cpu" if tensor.device.type == "meta" else tensor.device
-            with mode:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            elif tensor.requires_grad:
-                fake.requires_grad_()
-            made[id(tensor)] = (tensor, fake)
-        return made[id(tensor)][1]
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
 
     with ExitStack() as restored:
         stores: list[dict[str, Any]] = [store for m in modules for store in (m._parameters, m._buffers)]  # type: ignore[misc]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from checkmate.core.units import Amount, format_at_least, format_bytes
 from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import innermost_transform
 from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
+from checkmate.torch.measure.device_memory import instances
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -55,6 +56,7 @@ class TrainingReport:
         self.compiled: list[str] = []
         self.optimizers = 0
         self.steps = 0
+        self._steps: Counter[int] = Counter()  # of each optimizer, by its identity
         self.planned: dict[StepFigures, tuple[int, int, int]] = {}  # number of optimizer steps, the first and the last, from 1
         self.announced_bytes = 0
         self.measured_bytes: int | None = None
@@ -96,8 +98,10 @@ class TrainingReport:
             return "try a larger batch or a smaller budget: what is computed twice costs little"
         return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
 
-    def note(self, step: int) -> None:
-        """Record the plan of an optimizer step that has run."""
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the plan of a step of an optimizer that has run."""
+        self._steps[id(optimizer)] += 1
+        step = self._steps[id(optimizer)]
         self.steps = max(self.steps, step)
         result, whole = coordinator().result, coordinator().step
         if result is None:
@@ -142,7 +146,7 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
     Options.of(given)
     report = TrainingReport(budget)
     training = _Training(given, report)
-    hook = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: training.stepped(optimizer))
+    hook = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: report.note(optimizer))
     _ACTIVE.append(report)
     try:
         made = replaced(torch.optim.Optimizer, "__init__", training.init_of_optimizers())
@@ -151,7 +155,9 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
     finally:
         _ACTIVE.remove(report)
         hook.remove()
-        training.end()
+        for module in instances(nn.Module):  # calls go to the modules again, or to their compiled code
+            _release(module)
+        report.end()
 
 
 class _FirstCall:
@@ -181,7 +187,6 @@ class _Training:
     def __init__(self, options: dict[str, Any], report: TrainingReport) -> None:
         self._options = options
         self._report = report
-        self._steps: dict[int, int] = {}  # number of steps, by the identity of the optimizer
         self._compiled: list[weakref.ref[nn.Module]] = []
 
     def init_of_optimizers(self) -> Callable[..., None]:
@@ -193,8 +198,10 @@ class _Training:
             original(optimizer, *args, **kwargs)
             self._report.optimizers += 1
             compiled = {id(inner) for ref in self._compiled if (outer := ref()) is not None for inner in outer.modules()}
-            for module in _modules_of(optimizer):
-                if id(module) not in compiled and called_through(module) is None:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for module in instances(nn.Module):
+                traced = not isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) and id(module) not in compiled
+                if traced and any(id(p) in owned for p in module.parameters()) and called_through(module) is None:
                     call_through(module, _FirstCall(module, self._options))
 
         return init
@@ -226,36 +233,12 @@ class _Training:
 
         return compiled
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has run."""
-        step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        self._report.note(step)
-
-    def end(self) -> None:
-        """Route calls of all modules to the modules again, or to their compiled code."""
-        for module in _all_modules():
-            _release(module)
-        self._report.end()
-
 
 def _release(module: nn.Module) -> None:
     """Remove any `_FirstCall` from a module and from the modules in it."""
     for inner in module.modules():
         if isinstance(called_through(inner), _FirstCall):
             call_through(inner, None)
-
-
-def _all_modules() -> list[nn.Module]:
-    """Every module of the process. Checked by type, because proxies of other libraries claim to be of other classes."""
-    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-
-
-def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-    """The modules with parameters that an optimizer owns, among those that Dynamo traces."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in _all_modules():
-        if not isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) and any(id(p) in owned for p in module.parameters()):
-            yield module
 
 
 def _is_ours(backend: Any) -> bool:

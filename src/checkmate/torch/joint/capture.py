@@ -36,7 +36,7 @@ from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 from checkmate.torch.graph.symbolic import size_arithmetic
-from checkmate.torch.graph.traced import results
+from checkmate.torch.graph.traced import producer, results
 from checkmate.torch.joint.values import Values
 
 Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
@@ -136,9 +136,9 @@ def captured_graph(capture: Capture) -> CapturedGraph:
         graph=graph,
         readers=tuple(tuple(readers[n]) for n in inputs),
         views=views,
-        returned=tuple(_value(capture, out) for out in capture.forward_outputs),
+        returned=tuple(map(capture.value_of.get, capture.forward_outputs)),
         tangents=tuple(capture.value_of.get(n) for n in placeholders if is_tangent(n)),
-        gradients=tuple(_value(capture, out) for out in capture.backward_outputs),
+        gradients=tuple(map(capture.value_of.get, capture.backward_outputs)),
     )
 
 
@@ -155,10 +155,6 @@ def reads_of_overwritable(captured: CapturedGraph, overwritable: Set[int]) -> fr
     return frozenset(o for ops in early for o in ops)
 
 
-def _value(capture: Capture, output: object) -> int | None:
-    return capture.value_of.get(output) if isinstance(output, fx.Node) else None
-
-
 def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         if any(tensor.layout is not torch.strided for tensor in leaves(node.meta.get("val"))):
@@ -167,16 +163,6 @@ def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
                 hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or exclude the module from "
                 "compilation: torch.compiler.disable(embedding)",
             )
-
-
-@dataclass(eq=False, slots=True)
-class _OpNodes:
-    """An op under construction: its node, the getitems so far, and whether it belongs to the backward."""
-
-    node: fx.Node
-    properties: OpProperties
-    backward: bool
-    getitems: list[fx.Node] = field(default_factory=list)
 
 
 class _Builder:
@@ -194,32 +180,31 @@ class _Builder:
         self.nodes = list(joint.graph.nodes)
         self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
         self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
-        self.op_nodes: dict[fx.Node, _OpNodes] = {}  # node, getitems included -> its op
+        self.backward = {n for n in self.nodes if is_tangent(n)}
+        self.getitems = self._collected()
+        self.properties = {op: op_properties(op) for op in self.getitems}
         self.values = Values()
         self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
         _refuse_sparse(self.nodes)
         resident = self.values.add_external(self.nodes) + extra_resident_bytes
-        self._collect()
         needed = self._needed()
-        forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
-        backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
+        forward = [op for op in self.getitems if op in needed and (self.whole or op not in self.backward)]
+        backward = [op for op in self.getitems if op in needed and not self.whole and op in self.backward]
         boundary = self.boundary = None if self.whole else len(forward)
         # Values are numbered in the order of ops: forward, boundary (its tangents), backward.
-        made = [self.values.outputs(d.node, d.getitems) for d in forward]
+        made = [self.values.outputs(op, self.getitems[op]) for op in forward]
         tangents = self.values.tangents(self.nodes)
-        made += [self.values.outputs(d.node, d.getitems) for d in backward]
-        listed = [(i + (i >= len(forward)), d.node, d.properties) for i, d in enumerate(forward + backward)]
+        made += [self.values.outputs(op, self.getitems[op]) for op in backward]
+        listed = [(i + (i >= len(forward)), op, self.properties[op]) for i, op in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
-        ops = [
-            self._op(op, o, outputs, cost, known, single)
-            for (o, _, _), op, outputs, cost in zip(
-                listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
-            )
-        ]
+        each = zip(listed, made, costs(forward + backward), strict=True)
+        ops = [self._op(node, o, outputs, cost, known, single) for (o, node, _), outputs, cost in each]
+        members = [Member(op, tuple(self.getitems[op])) for op in forward + backward]
         if boundary is not None:
+            members.insert(boundary, Member(None))
             returned = tuple(dict.fromkeys(self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node))
             ops.insert(boundary, Op(BOUNDARY, returned, tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY))
         values = self.values.all(kept)
@@ -230,18 +215,15 @@ class _Builder:
             resident_bytes=resident,
             name=name,
         )
-        members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
-        if boundary is not None:
-            members.insert(boundary, Member(None))
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
 
-    def _collect(self) -> None:
-        """Group nodes into ops, and assign ops to forward or backward.
+    def _collected(self) -> dict[fx.Node, list[fx.Node]]:
+        """The ops with the getitems that select their outputs; those of the backward are added to `backward`.
 
         A whole step has no ``partitioner_tag``, because AOTAutograd traced it as an inference graph: the mark of autograd
         decides. In a joint graph all nodes that depend on a tangent are backward: passes add nodes without tags.
         """
-        backward = {n for n in self.nodes if is_tangent(n)}
+        found: dict[fx.Node, list[fx.Node]] = {}
         sizes = size_arithmetic(self.nodes)
         for node in self.nodes:
             if node.op != "call_function" or node in sizes:
@@ -250,19 +232,13 @@ class _Builder:
             if self.whole:
                 later = in_backward(node) or node.target is UPDATE
             else:
-                later = "backward" in tag or any(i in backward for i in node.all_input_nodes)
+                later = "backward" in tag or any(i in self.backward for i in node.all_input_nodes)
             if later:
-                backward.add(node)
-            source = node.args[0] if node.target is operator.getitem else None
-            if source in self.op_nodes:
-                op = self.op_nodes[source]  # type: ignore[index]
-                op.getitems.append(node)
-            else:
-                op = _OpNodes(node, op_properties(node), node in backward)
-            self.op_nodes[node] = op
-
-    def _unique(self) -> list[_OpNodes]:
-        return [d for n, d in self.op_nodes.items() if n is d.node]
+                self.backward.add(node)
+            selected = found.setdefault(producer(node), [])
+            if node.target is operator.getitem:
+                selected.append(node)
+        return found
 
     def _needed(self) -> set[fx.Node]:
         """Nodes that an output, a side effect or the random stream of the forward depends on; all others are dead code.
@@ -270,15 +246,13 @@ class _Builder:
         Dead random ops of the forward count too: they advance the generator, as in the user's program.
         """
         stack = [*self.forward_outputs, *self.backward_outputs]
-        stack += [d.node for d in self._unique() if d.properties.effect or (d.properties.random and not d.backward)]
+        stack += [op for op, known in self.properties.items() if known.effect or (known.random and op not in self.backward)]
         needed: set[fx.Node] = set()
         while stack:
-            node = stack.pop()
-            op = self.op_nodes.get(node)
-            if op is None or op.node in needed:
-                continue
-            needed.add(op.node)
-            stack += used_inputs(op.node)
+            op = producer(stack.pop())
+            if op in self.getitems and op not in needed:
+                needed.add(op)
+                stack += used_inputs(op)
         return needed
 
     def _kept(self) -> tuple[set[int], set[int]]:
@@ -291,14 +265,14 @@ class _Builder:
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
         return held | gradients | self.values.scalar_tangents, {self.values.root(v) for v in held}
 
-    def _op(self, op: _OpNodes, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
-        node = op.node
+    def _op(self, node: fx.Node, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
+        properties = self.properties[node]
         # No computation of this op is allowed after an op that overwrites one of its inputs. BatchNorm is exempt: recomputed
         # without running statistics (partition/apply_plan.py), it does not read the statistics that it overwrites.
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
             later.add(self.boundary)
-        replay = rng_state_bytes(node) if op.properties.random and not op.properties.pinned else 0
+        replay = rng_state_bytes(node) if properties.random and not properties.pinned else 0
         replayed = rng_state_bytes(node) if node.target is run_with_rng_state else 0
         again = sum(map(storage_bytes, node.meta["val"][1:3])) if node.target is BATCH_NORM_UPDATE else 0
         return Op(
@@ -311,13 +285,13 @@ class _Builder:
             workspace_bytes=cost.workspace_bytes + replay + replayed + again,
             replay_bytes=replay,
             recomputable=not (
-                op.properties.pinned
+                properties.pinned
                 or any(v in single for v in outputs)
                 or not leaves(node.meta.get("val"))
                 or not self.no_recompute.isdisjoint(op_names(node))
             ),
             clobbered_by=tuple(sorted(later)),
-            phase="optimizer" if node.target is UPDATE else "backward" if op.backward else "forward",
+            phase="optimizer" if node.target is UPDATE else "backward" if node in self.backward else "forward",
             kind=node.meta.get(DESCRIPTION, str(node.target)),
             source=source_of(node),
         )

@@ -34,9 +34,7 @@ _KNOWN: dict[str, Hidden | None] = {}
 def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
     """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`) for `op_properties`."""
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        if node.target.namespace in PURE or is_collective(node):
+        if not isinstance(node.target, OpOverload) or node.target.namespace in PURE or is_collective(node):
             continue
         hidden: Hidden | None = "state"
         if runs:
@@ -75,9 +73,8 @@ def _run(node: fx.Node) -> tuple[set[torch.device], list[Any]]:
 
 def _generators() -> dict[torch.device, torch.Tensor]:
     """States of the default generators."""
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    states = {torch.device("cuda", i): torch.cuda.get_rng_state(i) for i in cuda}
-    return {torch.device("cpu"): torch.get_rng_state(), **states}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {torch.device("cpu"): torch.get_rng_state(), **{torch.device("cuda", i): state for i, state in enumerate(cuda)}}
 
 
 def _same(first: Any, second: Any) -> bool:

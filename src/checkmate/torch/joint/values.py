@@ -15,6 +15,7 @@ Cases in which equal keys alone would mislead:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -50,15 +51,10 @@ class Values:
 
     def add_external(self, nodes: Sequence[fx.Node]) -> int:
         """Record all storages that exist before the step; return their bytes, each storage once."""
-        total = 0
-        for node in nodes:
-            if node.op not in ("placeholder", "get_attr") or is_tangent(node):
-                continue
-            for tensor in leaves(node.meta.get("val")):
-                if storage_key(tensor) not in self._owner:
-                    self._owner[storage_key(tensor)] = _EXTERNAL
-                    total += storage_bytes(tensor)
-        return total
+        given = [node for node in nodes if node.op in ("placeholder", "get_attr") and not is_tangent(node)]
+        sizes = {storage_key(t): storage_bytes(t) for node in given for t in leaves(node.meta.get("val"))}
+        self._owner.update(dict.fromkeys(sizes, _EXTERNAL))
+        return sum(sizes.values())
 
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:
         """Add the values of an op, one per output tensor; outputs without readers are allocated too."""
@@ -75,19 +71,14 @@ class Values:
         if not made:
             made[()] = len(self._made)
             self._made.append((node.name, 0, None))
-        for each in (node, *getitems):
-            value = made.get(_path(each, node))
-            if value is not None:
-                self.of_node[each] = value
+        self.of_node.update((each, made[path]) for each in (node, *getitems) if (path := _path(each, node)) in made)
         self._inside[node] = list(made.values())
         return tuple(made.values())
 
     def tangents(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
         """Add the tangents: values that the boundary writes."""
         made: list[int] = []
-        for node in nodes:
-            if not is_tangent(node) or node.meta.get(UNDEFINED):
-                continue
+        for node in [node for node in nodes if is_tangent(node) and not node.meta.get(UNDEFINED)]:
             for tensor in leaves(node.meta.get("val")):
                 self.of_node[node] = self._add(tensor, node.name)
                 made.append(self.of_node[node])
@@ -97,13 +88,9 @@ class Values:
 
     def read_by(self, node: fx.Node) -> tuple[int, ...]:
         """Values that an op reads, without duplicates."""
-        found: dict[int, None] = {}
-        for read in used_inputs(node):
-            if read in self.of_node:
-                found[self.of_node[read]] = None
-            else:  # a node with several outputs, passed as one tuple
-                found.update(dict.fromkeys(self._inside.get(read, ())))
-        return tuple(found)
+        # A node with several outputs may be passed as one tuple.
+        read = ([self.of_node[n]] if n in self.of_node else self._inside.get(n, []) for n in used_inputs(node))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(read)))
 
     def _add(self, tensor: torch.Tensor, name: str) -> int:
         value = len(self._made)

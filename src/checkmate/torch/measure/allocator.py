@@ -42,9 +42,9 @@ def allocator_settings(environment: Mapping[str, str] | None = None) -> dict[str
     return {name: value.strip() for name, value in re.findall(r"([^\s,:]+)\s*:\s*(\[[^\]]*\]|[^,]*)", text)}
 
 
-def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
+def has_expandable_segments() -> bool:
     """Whether segments grow and shrink page by page, in place of segments of fixed sizes."""
-    return allocator_settings(environment).get("expandable_segments", "").lower() == "true"
+    return allocator_settings().get("expandable_segments", "").lower() == "true"
 
 
 def counted_memory(

@@ -8,6 +8,7 @@ autograd has saved for an eager graph, are found through the graphs of the tenso
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -46,20 +47,19 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":  # in every step: `torch.cuda.memory_allocated` sorts all 200 counts in Python
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         return DeviceMemory(stats["allocated_bytes"]["all"]["current"] if stats else 0, None)
-    held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are tracked too
+    held = [t for t in instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are tracked too
     storages: dict[int, int] = {}
     gradients = [t.grad for t in held if t.is_leaf and t.grad is not None]  # C++ alone may hold them
     for tensor in itertools.chain(held, gradients, saved_by_autograd(held)):
         if tensor.dtype is torch.uint8 and tensor.numel() == cpu_rng_state_bytes():
             continue  # the state of a generator, which Dynamo keeps while it compiles
-        try:
+        with contextlib.suppress(RuntimeError):  # a tensor without a storage, as in functorch and lazy modules
             storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage, as in functorch and lazy modules
-            continue
     return DeviceMemory(sum(storages.values()), storages)
 
 
-def _instances(kind: type) -> Iterator[Any]:
+def instances(kind: type) -> Iterator[Any]:
+    """All objects of a kind in the process. Checked by type, because proxies of other libraries claim to be of other classes."""
     objects = gc.get_objects()
     kinds = {t for t in set(map(type, objects)) if issubclass(t, kind)}
     return (o for o in objects if type(o) in kinds)
@@ -73,7 +73,7 @@ def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device
 
 def optimizers_without_state(parameters: Iterable[torch.Tensor]) -> list[optim.Optimizer]:
     """The optimizers of some parameters that have not made a step."""
-    trained, owners = {id(p) for p in parameters}, _instances(optim.Optimizer)
+    trained, owners = {id(p) for p in parameters}, instances(optim.Optimizer)
     return [o for o in owners if not o.state and any(id(p) in trained for g in o.param_groups for p in g["params"])]
 
 

@@ -8,9 +8,11 @@ contiguous are added.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, out_argument
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.measure.single_op import layout
 
 aten = torch.ops.aten
 
@@ -48,32 +51,30 @@ def estimated_workspace_bytes(node: fx.Node) -> int:
 def pieces_workspace_bytes(node: fx.Node, workspace_of: Callable[[fx.Node], int] = lambda op: 0) -> int:
     """Maximum of bytes that an op holds besides its operands and results while it runs its pieces, workspace of ops included."""
     pieces: Pieces = node.meta[PIECES]
-    first = pieces.graphs[0]
-    terms = [value.meta["val"] for value in first.output_node().args[0]]  # type: ignore[union-attr]
-    results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
+    terms = _sums(node)
     # At the end, a sum in a wider type exists besides its result.
-    wider = [(term, made) for term, made in zip(terms, results, strict=True) if term.dtype is not made.dtype]
-    sums = sum(storage_bytes(term) for term, _ in wider)
-    not_yet = sum(storage_bytes(made) for _, made in wider)
-    there = {storage_key(term) for term in terms}
-    runs = {id(graph): (graph, buffers) for graph, buffers in zip(pieces.graphs, pieces.buffers_bytes, strict=True)}
-    held = max(buffers + _temporary_bytes(graph, there, workspace_of) for graph, buffers in runs.values())
+    sums = sum(storage_bytes(term) for term, made in terms if term.dtype is not made.dtype)
+    not_yet = sum(storage_bytes(made) for term, made in terms if term.dtype is not made.dtype)
+    there = {storage_key(term) for term, _ in terms}
+    runs = dict(zip(pieces.graphs, pieces.buffers_bytes, strict=True))  # equal pieces have the same graph
+    held = max(buffers + _temporary_bytes(graph, there, workspace_of) for graph, buffers in runs.items())
     return max(held + sums - not_yet, pieces.buffers_bytes[-1] + sums)
+
+
+def _sums(node: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The first term of each sum over the pieces of an op, and the sum in the type of the result."""
+    pieces: Pieces = node.meta[PIECES]
+    terms = [value.meta["val"] for value in pieces.graphs[0].output_node().args[0]]  # type: ignore[union-attr]
+    return [*zip(terms, itertools.compress(leaves(node.meta["val"]), pieces.sums), strict=True)]
 
 
 def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: Callable[[fx.Node], int]) -> int:
     """Maximum of temporary tensors and workspace of a piece, in bytes, without the storages of sums, ``there`` already."""
     nodes = list(graph.nodes)
-    given = {storage_key(t) for node in nodes if node.op == "placeholder" for t in leaves(node.meta.get("val"))}
-    ends = {
-        storage_key(t): position
-        for position, node in enumerate(nodes)
-        for read in (node, *node.all_input_nodes)
-        for t in leaves(read.meta.get("val"))
-    }
-    for node in nodes:
-        if out_argument(node):  # traced without its tensor to write to
-            given.update(map(storage_key, leaves(node.meta.get("val"))))
+    ends = last_uses(nodes)
+    # An op with an argument to write to was traced without it.
+    outside = [node for node in nodes if node.op == "placeholder" or out_argument(node)]
+    given = {storage_key(t) for node in outside for t in leaves(node.meta.get("val"))}
     live: dict[int, int] = {}
     most = 0
     for position, node in enumerate(nodes):
@@ -85,6 +86,16 @@ def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: Callable[[f
     return most
 
 
+def last_uses(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """Storage to the position of the last node that computes it, views it or reads it."""
+    return {
+        storage_key(t): position
+        for position, node in enumerate(nodes)
+        for read in (node, *node.all_input_nodes)
+        for t in leaves(read.meta.get("val"))
+    }
+
+
 def _bytes(nodes: list[fx.Node]) -> list[int]:
     return [*{storage_key(t): storage_bytes(t) for n in nodes for t in leaves(n.meta.get("val"))}.values()]
 
@@ -92,14 +103,14 @@ def _bytes(nodes: list[fx.Node]) -> list[int]:
 _Rule = Callable[[fx.Node, list[int], list[int]], int]
 
 
-def _nothing(node: fx.Node, given: list[int], made: list[int]) -> int:
-    return 0
-
-
 def _copies(node: fx.Node, given: list[int], made: list[int]) -> int:
     """Arguments that are not contiguous are copied."""
     values = {t for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
-    return sum(concrete(t.numel()) * t.element_size() for t in values if not _is_contiguous(t))
+    return sum(concrete(t.numel()) * t.element_size() for t in values if not _is_contiguous(*layout(t)))
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return all(n < 2 or s == math.prod(shape[d + 1 :]) for d, (n, s) in enumerate(zip(shape, stride, strict=True)))
 
 
 def _casts(node: fx.Node, given: list[int], made: list[int]) -> int:
@@ -121,15 +132,6 @@ def _mask(node: fx.Node, given: list[int], made: list[int]) -> int:
 def _of_several(node: fx.Node, given: list[int], made: list[int]) -> int:
     """The kernel calls several pointwise kernels."""
     return max([sum(made), *given]) + _casts(node, given, made)
-
-
-def _is_contiguous(value: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if concrete(size) > 1 and concrete(stride) != expected:
-            return False
-        expected *= max(1, concrete(size))
-    return True
 
 
 def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
@@ -206,7 +208,7 @@ _RULES: dict[Any, _Rule] = {
             aten.constant_pad_nd, aten.select_backward, aten.slice_backward, aten.tril, aten.triu, aten.softplus_backward,
             aten.where, aten.masked_fill, aten.copy, aten.copy_,
         ),
-        _nothing,
+        lambda node, given, made: 0,
     ),
 }  # fmt: skip
 
@@ -234,18 +236,11 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
 def _pieces_ns(node: fx.Node, device: Device) -> int:
     """Time of the ops of all pieces, and of the cast of wider sums to the type of the results."""
     pieces: Pieces = node.meta[PIECES]
-
-    @functools.cache  # equal pieces have the same graph
-    def of_piece(graph: fx.Graph) -> int:
+    casts = [_moved_bytes(each) for each in _sums(node) if each[0].dtype is not each[1].dtype]
+    total = sum(roofline_ns(device, flop=0, dtype="float32", moved_bytes=moved) for moved in casts)
+    for graph, count in Counter(pieces.graphs).items():
         calls = [op for op in graph.nodes if op.op == "call_function" and op.target is not operator.getitem]
-        return sum(estimate_ns(op, device) for op in calls)
-
-    total = sum(map(of_piece, pieces.graphs))
-    terms = [value.meta["val"] for value in pieces.graphs[0].output_node().args[0]]  # type: ignore[union-attr]
-    results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
-    for term, made in zip(terms, results, strict=True):
-        if term.dtype is not made.dtype:
-            total += roofline_ns(device, flop=0, dtype="float32", moved_bytes=_moved_bytes([term, made]))
+        total += count * sum(estimate_ns(op, device) for op in calls)
     return total
 
 

@@ -57,52 +57,46 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
         raise ProfilerBusyError(
             "the peak cannot be measured while a torch profiler is active", hint="call measure_peak outside of the profiler"
         )
-    with peaks(where) as found:
+    with peaks(where) as (parts, _):
         fn()
-    return found.parts[0][0]
+    return parts[0][0]
 
 
-class Peaks:
-    """The peak of each part of a block, and the bytes held at its end, above the bytes allocated when the block begins."""
+@contextmanager
+def peaks(device: torch.device, *, reserved: bool = False) -> Iterator[tuple[list[tuple[int, int]], Callable[[], None]]]:
+    """Measure a block on a device; yields a list that is filled at the end of the block, and a function that ends a part of it.
 
-    def __init__(self, device: torch.device, *, reserved: bool = False) -> None:
-        self.parts: list[tuple[int, int]] = []
-        self._device, self._before, self._reserved = device, 0, reserved
+    The list has the peak of each part, with ``reserved`` of what the allocator holds, and the bytes held at its end, above the
+    bytes allocated when the block begins.
+    """
+    parts: list[tuple[int, int]] = []
 
-    def mark(self) -> None:
-        """End a part."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            peak, held = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
-            if self._reserved:
-                peak = torch.cuda.max_memory_reserved(self._device)
-            self.parts.append((peak - self._before, held - self._before))
-            torch.cuda.reset_peak_memory_stats(self._device)
+    def mark() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            parts.append((most(device) - before, torch.cuda.memory_allocated(device) - before))
+            torch.cuda.reset_peak_memory_stats(device)
         else:
             with torch.profiler.record_function(_MARK):
                 pass
 
-
-@contextmanager
-def peaks(device: torch.device, *, reserved: bool = False) -> Iterator[Peaks]:
-    """Measure the peaks of a block on a device, with ``reserved`` of what its allocator holds; they are known after the block."""
-    found = Peaks(device, reserved=reserved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if reserved:
             torch.cuda.empty_cache()
-        found._before = torch.cuda.memory_allocated(device)
+        most = torch.cuda.max_memory_reserved if reserved else torch.cuda.max_memory_allocated
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        found.mark()
+        yield parts, mark
+        mark()
         return
     with memory_trace() as trace:
-        yield found
-        found.mark()
+        yield parts, mark
+        mark()
     held = peak = 0
     for what, amount in trace.events:
         if what == "push" and amount == _MARK:
-            found.parts.append((peak, held))
+            parts.append((peak, held))
             peak = held
         elif what == "alloc":
             held += amount  # type: ignore[operator]
@@ -123,9 +117,9 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
 
     def measured() -> StepMemory:
         _step(run, inputs, hold_outputs, lambda: None)
-        with peaks(_device(inputs), reserved=reserved) as found:
-            gradients = _step(run, inputs, hold_outputs, found.mark)
-        (forward, between), (backward, _) = found.parts
+        with peaks(_device(inputs), reserved=reserved) as (parts, mark):
+            gradients = _step(run, inputs, hold_outputs, mark)
+        (forward, between), (backward, _) = parts
         return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)
 
     return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=False))

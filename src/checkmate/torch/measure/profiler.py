@@ -35,10 +35,10 @@ from checkmate.torch.measure.single_op import (
     call_of,
     cpu_clock,
     layout,
+    least_ns,
     materialised,
     measure_on_cpu,
     measure_on_cuda,
-    measured_again_ns,
     needed_bytes,
     on_cuda,
     other_memory,
@@ -88,12 +88,9 @@ class Profiler:
         return {
             storage_key(traced): real
             for traced, real in pairs
-            if isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor) and _has_plain_storage(real)
+            if isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)
+            if real.layout is torch.strided and not dispatches_in_python(real) and not real.is_meta
         }
-
-
-def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not dispatches_in_python(tensor) and not tensor.is_meta
 
 
 def _estimated(node: fx.Node) -> OpCost:
@@ -184,14 +181,14 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
                 # Its known cost may be an estimate, or there was more room when it was measured.
                 if _fits(node) and (cost := _measured_or_warned(node, other, clock)) is not None:
                     references[key], again[key] = cost, node
-        least_ns = {key: (found.get(key) or references[key]).cost_ns for key in again}
+        fastest_ns = {key: (found.get(key) or references[key]).cost_ns for key in again}
         for _ in range(2):
             for key, node in progress.counted([*again.items()], "measuring costs"):
-                least_ns[key] = min(least_ns[key], measured_again_ns(node, other, clock))
-        took_ns = sum(least_ns[k] for k in references)
+                fastest_ns[key] = min(fastest_ns[key], least_ns(ready_to_run(node), other, clock, most=2))
+        took_ns = sum(fastest_ns[k] for k in references)
         pace = sum(known[k][1].cost_ns for k in references) / took_ns if took_ns else 1.0
         for key in again.keys() & found:
-            found[key] = found[key]._replace(cost_ns=quantise(pace * least_ns[key]))
+            found[key] = found[key]._replace(cost_ns=quantise(pace * fastest_ns[key]))
     return found
 
 

@@ -24,6 +24,7 @@ from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, used_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.measure.peak import peaks
 
 INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))
 """The inputs of the graph, by the key of the storage of the traced tensor. Ops read them in place, as in a step: a budget
@@ -165,17 +166,12 @@ def measure_on_cpu(node: fx.Node, other: Memory, clock: Clock) -> tuple[int, int
     with memory_trace() as trace:
         best_ns = _timed(run, clock)
     if best_ns <= LONG_NS:
-        best_ns = min(best_ns, _least_ns(run, other, clock, most=5))
+        best_ns = min(best_ns, least_ns(run, other, clock, most=5))
     return best_ns, max(0, trace.peak() - new_bytes(node))
 
 
-def measured_again_ns(node: fx.Node, other: Memory, clock: Clock) -> int:
-    """Nanoseconds of an op on the CPU in a later pass over all ops, from one or two runs."""
-    return _least_ns(ready_to_run(node), other, clock, most=2)
-
-
-def _least_ns(run: Callable[[], Any], other: Memory, clock: Clock, most: int) -> int:
-    """The least of some runs, until they took 50 ms: readings of one op vary by about a tenth."""
+def least_ns(run: Callable[[], Any], other: Memory, clock: Clock, most: int) -> int:
+    """Nanoseconds of the fastest of some runs, until they took 50 ms: readings of one op vary by about a tenth."""
     readings: list[int] = []
     while len(readings) < most and sum(readings) <= 50_000_000:
         other.max()
@@ -192,12 +188,8 @@ def _timed(run: Callable[[], Any], clock: Clock) -> int:
 def measure_on_cuda(node: fx.Node) -> tuple[float, int]:
     """Nanoseconds and workspace of an op on a CUDA device."""
     run = ready_to_run(node)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    with peaks(torch.device("cuda")) as (parts, _):
+        out = run()
     del out
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best_ns = float("inf")
@@ -210,4 +202,4 @@ def measure_on_cuda(node: fx.Node) -> tuple[float, int]:
         end.synchronize()
         del out
         best_ns = min(best_ns, begin.elapsed_time(end) * 1e6)
-    return best_ns, max(0, peak - new_bytes(node))
+    return best_ns, max(0, parts[0][0] - new_bytes(node))

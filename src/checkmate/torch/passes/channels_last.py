@@ -41,10 +41,6 @@ _STRIDE_DEPENDENT = (
 )
 
 
-class _StridesError(ValueError):
-    """A tensor whose strides are observable was traced with strides that `_LayoutPropagation` cannot restore."""
-
-
 def with_channels_last(graph: fx.Graph) -> fx.Graph:
     """Make convolutions read their activations in channels-last layout, and propagate the resulting strides.
 
@@ -84,8 +80,7 @@ class _LayoutPropagation:
         if node.op not in ("call_function", "output"):
             return
         before = list(node.all_input_nodes)
-        activations = _CONVOLUTIONS.get(node.target, ())
-        for position in activations:
+        for position in _CONVOLUTIONS.get(node.target, ()):
             self._read(node, cast("fx.Node", node.args[position]), torch.channels_last)
         if _observes_strides(node):
             self._read_as_traced(node)
@@ -110,7 +105,7 @@ class _LayoutPropagation:
             if not isinstance(before, torch.Tensor) or before.stride() == source.meta["val"].stride():
                 continue
             if not before.is_contiguous():
-                raise _StridesError(f"{source.name} was traced with strides {before.stride()}")
+                raise ValueError(f"{source.name} was traced with strides that cannot be restored: {before.stride()}")
             self._read(reader, source, torch.contiguous_format)
 
     def _read(self, reader: fx.Node, source: fx.Node, layout: torch.memory_format) -> None:

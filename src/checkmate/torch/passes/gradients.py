@@ -13,6 +13,7 @@ from checkmate.torch.graph.op_properties import UNDEFINED, op_properties
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import leaves, storage_key
 from checkmate.torch.graph.traced import copy_graph, results
+from checkmate.torch.passes.losses import caller
 
 aten = torch.ops.aten
 
@@ -131,30 +132,22 @@ def _summand(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
 
 def _copy_layout(node: fx.Node, summand: fx.Node) -> None:
     """Replace a sum by its defined operand, in the layout of the sum: later views depend on it."""
-    mine, its = node.meta["val"], summand.meta["val"]
-    if mine.stride() == its.stride():
-        node.replace_all_uses_with(summand)
-        return
-    with mine.fake_mode, node.graph.inserting_before(node):
-        copy = node.graph.call_function(aten.clone.default, (summand,), {"memory_format": torch.contiguous_format})
-        copy.meta = {**node.meta, "val": aten.clone.default(its, memory_format=torch.contiguous_format)}
-    assert copy.meta["val"].stride() == mine.stride()
-    node.replace_all_uses_with(copy)
+    strides = node.meta["val"].stride()
+    if summand.meta["val"].stride() != strides:
+        with node.graph.inserting_before(node):
+            summand = caller(node.graph, node)(aten.clone.default, summand, memory_format=torch.contiguous_format)
+        assert summand.meta["val"].stride() == strides
+    node.replace_all_uses_with(summand)
 
 
 def _zeros(before: fx.Node, like: fx.Node) -> fx.Node:
     """A node of zeros with the layout of an undefined operand."""
-    value, graph = like.meta["val"], before.graph
+    value, call = like.meta["val"], caller(before.graph, like)
     layout = list(zip(value.shape, value.stride(), strict=True))
     extent = 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
-    with value.fake_mode, graph.inserting_before(before):
-        flat_args, options = ([extent], 0), {"dtype": value.dtype, "device": value.device}
-        flat = graph.call_function(aten.full.default, flat_args, options)
-        flat.meta = {**like.meta, "val": aten.full.default(*flat_args, **options)}
-        view_args = (list(value.shape), list(value.stride()))
-        view = graph.call_function(aten.as_strided.default, (flat, *view_args))
-        view.meta = {**like.meta, "val": aten.as_strided.default(flat.meta["val"], *view_args)}
-    return view
+    with before.graph.inserting_before(before):
+        flat = call(aten.full.default, [extent], 0, dtype=value.dtype, device=value.device)
+        return call(aten.as_strided.default, flat, list(value.shape), list(value.stride()))
 
 
 def apply_optimizer_in_backward(module: fx.GraphModule) -> None:

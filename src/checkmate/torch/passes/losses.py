@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.torch.graph.storages import concrete
+from checkmate.torch.graph.storages import concrete, leaves
 from checkmate.torch.graph.traced import retraced
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def pick_before_reducing(graph: fx.Graph) -> None:
         if node.args[4] == _NONE:  # it ignores the total weight of all tokens, and need not wait for it
             total = node.args[6].meta["val"]  # type: ignore[union-attr]
             with graph.inserting_before(node):
-                node.update_arg(6, _caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
+                node.update_arg(6, caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
     for node in graph.find_nodes(op="call_function", target=_NLL):
         log_p, target, weight, reduction, ignore = node.args
         if reduction != _NONE and weight is None and log_p.meta["val"].dim() == 2:
@@ -39,7 +39,7 @@ def pick_before_reducing(graph: fx.Graph) -> None:
 
 
 def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduction: int, ignore: int) -> None:
-    call = _caller(graph, node)
+    call = caller(graph, node)
     with graph.inserting_before(node):
         picks = call(operator.getitem, call(_NLL, log_p, target, None, _NONE, ignore), 0)
         column = call(aten.unsqueeze.default, call(aten.neg.default, picks), 1)
@@ -70,9 +70,9 @@ def make_ones_without_input(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
+def caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
     """A function that adds a node with the metadata of another, and traces it."""
-    mode = like.args[0].meta["val"].fake_mode  # type: ignore[union-attr]
+    mode = leaves(like.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
 
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)

@@ -90,11 +90,9 @@ def split_convolution_backward(graph: fx.Graph) -> None:
         second.meta = {**node.meta, "val": (None, *value[1:])}
         node.args = (*given, [True, False, False])
         node.meta = {**node.meta, "val": (value[0], None, None)}
-        after = second
-        for user in weights:
+        for user in reversed(weights):
             user.args = (second, user.args[1])
-            after.append(user)
-            after = user
+            second.append(user)
 
 
 def inline_regions(gm: fx.GraphModule) -> None:

@@ -291,7 +291,7 @@ def capture(
         else:
             step = trace_step(replace(recipe, example=batch).spec(), batch, checked, target)
         chunks = Chunks(exact=chunking == "exact")
-        graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
+        graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0)).graph
     return msgspec.structs.replace(graph, name=type(model).__name__)
 
 

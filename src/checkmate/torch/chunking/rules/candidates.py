@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Layout, Placement, Rule, Split
@@ -48,7 +49,7 @@ class OpCall:
         names = [argument.name for argument in self.op._schema.arguments]
         # Arguments after the named ones do not exist: only operators with keyword arguments have more.
         arguments = [*zip(names, self.args, strict=False), *self.kwargs]
-        return [(name, tensor) for name, value in arguments for tensor in _tensors(value)]
+        return [(name, leaf) for name, value in arguments for leaf in pytree.tree_leaves(value) if isinstance(leaf, Layout)]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -62,12 +63,6 @@ class OpCall:
         pairs = zip(self.outputs, outputs, strict=True)
         returned: tuple[Placement | None, ...] = tuple(None if out is None else _placement(p) for out, p in pairs)
         return Rule(returned, tuple(_placement(inputs.get(name, WHOLE)) for name, _ in self.inputs))
-
-
-def _tensors(value: Any) -> list[Layout]:
-    if isinstance(value, tuple):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return [value] if isinstance(value, Layout) else []
 
 
 def _placement(given: Placement | int | None) -> Placement:
@@ -102,12 +97,6 @@ def _dimensions(pairs: Callable[[OpCall], Iterable[tuple[int, int]]]) -> Candida
 def _but_last(count: int) -> Candidates:
     """Ops on the last dimensions: those before can be cut."""
     return _dimensions(lambda call: ((d, d) for d in range(len(call.shapes[0]) - count)))
-
-
-def _pixels(call: OpCall) -> Iterator[Rule]:
-    """Ops on the pixels of images, whose name tells how many dimensions these have."""
-    (count,) = re.findall(r"([123])d", call.name)
-    return _but_last(int(count))(call)
 
 
 @_dimensions
@@ -287,67 +276,38 @@ def _embedding(call: OpCall) -> Iterator[Rule]:
 
 
 def _attention(call: OpCall) -> Iterator[Rule]:
-    """Attention of the CPU: examples, heads, and queries that may read all keys; each key's gradient is a sum over queries."""
-    # With a causal mask the first query of a piece would see only the first key.
-    for d in _examples_and_heads(call) if call["is_causal"] else [*_examples_and_heads(call), 2]:
-        keys, summed = (WHOLE, SUM) if d == 2 else (d, d)
-        outputs = (d, d) if call["grad_out"] is None else (d, summed, summed)
-        mask = _place_in_mask(call["attn_mask"], d)
-        yield call.rule(*outputs, grad_out=d, query=d, key=keys, value=keys, out=d, logsumexp=d, attn_mask=mask)
+    """Examples and heads. On the CPU also queries, which may read all keys; each key's gradient is then a sum over queries.
 
-
-def _attention_on_cuda(call: OpCall) -> Iterator[Rule]:
-    """Attention of CUDA: examples and heads. The state of the random generator stays whole; without dropout no op reads it."""
+    The state of CUDA's random generator stays whole; without dropout no op reads it.
+    """
     backward = call["logsumexp"] is not None
     if call["return_debug_mask"] or (backward and any(gradient is not None for gradient in call.outputs[3:])):
         return  # the gradient of a mask is a sum over what the mask is broadcast to
-    outputs = 3 if backward else 2
-    others: list[Placement] = [WHOLE] * (len(call.outputs) - outputs)
-    for d in _examples_and_heads(call):
-        cut = dict.fromkeys(("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp"), d)
-        yield call.rule(*[d] * outputs, *others, **cut, attn_bias=_place_in_mask(call["attn_bias"], d))
-
-
-def _examples_and_heads(call: OpCall) -> list[int]:
     # Several heads of queries may share one head of keys.
-    return [d for d in (0, 1) if call["query"].shape[d] == call["key"].shape[d] == call["value"].shape[d]]
-
-
-def _place_in_mask(mask: Layout | None, d: int) -> Placement:
-    return _from_the_end(mask, 4 - d)
+    dims = [d for d in (0, 1) if call["query"].shape[d] == call["key"].shape[d] == call["value"].shape[d]]
+    # With a causal mask the first query of a piece would see only the first key.
+    for d in [*dims, 2] if "_for_cpu" in call.name and not call["is_causal"] else dims:
+        keys, summed = (WHOLE, SUM) if d == 2 else (d, d)
+        outputs = (d, summed, summed) if backward else (d, d)
+        others: list[Placement] = [WHOLE] * (len(call.outputs) - len(outputs))
+        cut = dict.fromkeys(("grad_out", "grad_out_", "query", "out", "logsumexp"), d)
+        masks: dict[str, Placement] = {name: _from_the_end(call[name], 4 - d) for name in ("attn_mask", "attn_bias")}
+        yield call.rule(*outputs, *others, **cut, **masks, key=keys, value=keys)
 
 
 def _convolution(call: OpCall) -> Iterator[Rule]:
-    """Examples, and channels if all are connected or each is alone."""
-    if len(call["input"].shape) != len(call["weight"].shape):
+    """Examples, and channels if all are connected or each is alone; the gradients of weight and bias are sums over examples."""
+    backward, channels, weight = call["grad_output"] is not None, call["input"].shape[1], call["weight"].shape
+    if len(call["input"].shape) != len(weight):
         return
     outgoing, incoming = (1, 0) if call["transposed"] else (0, 1)
-    yield call.rule(0, input=0)
+    yield call.rule(*(0, SUM, SUM) if backward else (0,), grad_output=0, input=0)
     if call["groups"] == 1:
-        yield call.rule(1, weight=outgoing, bias=0)
-        if call["bias"] is None:
-            yield call.rule(SUM, input=1, weight=incoming)
-    elif _depthwise(call):
-        yield call.rule(1, input=1, weight=0, bias=0)
-
-
-def _convolution_backward(call: OpCall) -> Iterator[Rule]:
-    """As in the forward; the gradients of weight and bias are sums over examples."""
-    if len(call["input"].shape) != len(call["weight"].shape):
-        return
-    outgoing, incoming = (1, 0) if call["transposed"] else (0, 1)
-    yield call.rule(0, SUM, SUM, grad_output=0, input=0)
-    if call["groups"] == 1:
-        yield call.rule(SUM, outgoing, 0, grad_output=1, weight=outgoing)
-        if not call["output_mask"][2]:
-            yield call.rule(1, incoming, WHOLE, input=1, weight=incoming)
-    elif _depthwise(call):
-        yield call.rule(1, 0, 0, grad_output=1, input=1, weight=0)
-
-
-def _depthwise(call: OpCall) -> bool:
-    weight = call["weight"].shape
-    return call["groups"] == weight[0] == call["input"].shape[1] and weight[1] == 1
+        yield call.rule(*(SUM, outgoing, 0) if backward else (1,), grad_output=1, weight=outgoing, bias=0)
+        if not (call["output_mask"][2] if backward else call["bias"]):
+            yield call.rule(*(1, incoming, WHOLE) if backward else (SUM,), input=1, weight=incoming)
+    elif call["groups"] == weight[0] == channels and weight[1] == 1:
+        yield call.rule(*(1, 0, 0) if backward else (1,), grad_output=1, input=1, weight=0, bias=0)
 
 
 def _group_norm(call: OpCall) -> Iterator[Rule]:
@@ -411,12 +371,11 @@ _TABLE: Final[tuple[tuple[Candidates, str], ...]] = (
     (_dimensions(lambda _: ((0, 0),)), "grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward"),
     (_nll_loss, "nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward"),
     (_embedding, "embedding embedding_dense_backward"),
-    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
-    (_attention_on_cuda, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
-                         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-                         "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"),
-    (_convolution, "convolution"),
-    (_convolution_backward, "convolution_backward"),
+    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
+                 "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+                 "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
+                 "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"),
+    (_convolution, "convolution convolution_backward"),
     (_group_norm, "native_group_norm native_group_norm_backward"),
     (_layer_norm, "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
     (_batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
@@ -425,13 +384,16 @@ _TABLE: Final[tuple[tuple[Candidates, str], ...]] = (
 
 _RULES: Final = {f"aten::{name}": candidates for candidates, names in _TABLE for name in names.split()}
 
-_OF_PIXELS: Final = re.compile(r"aten::_?((adaptive_)?(avg|max)_(un)?pool|(reflection|replication)_pad|upsample_[a-z_]*)[123]d.*")
+_OF_PIXELS: Final = re.compile(
+    r"aten::_?((adaptive_)?(avg|max)_(un)?pool|(reflection|replication)_pad|upsample_[a-z_]*)(?P<count>[123])d.*"
+)
+"""Ops on the pixels of images, whose name tells how many dimensions these have."""
 
 
 def candidates(call: OpCall) -> Iterable[Rule]:
     """Ways to run an op piece by piece, among them some that do not hold for the shapes of its tensors; none if unknown."""
     if torch.Tag.pointwise in call.op.tags:
         return elementwise(call)
-    if _OF_PIXELS.fullmatch(call.name):
-        return _pixels(call)
+    if pixels := _OF_PIXELS.fullmatch(call.name):
+        return _but_last(int(pixels["count"]))(call)
     return _RULES[call.name](call) if call.name in _RULES else ()
