@@ -9,7 +9,6 @@ optimizer, is not what it was, the steps begin again.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,21 +25,16 @@ from checkmate.torch.graph.optimizer_ops import updates_of
 from checkmate.torch.graph.symbolic import has_dynamic_sizes
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import side_stream
 
 _log = logging.getLogger("checkmate.torch")
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which steps are captured; the allocator gives a block only to the stream that it was made on."""
-    return torch.cuda.Stream(device)
 
 
 class CudaGraph:
     """A CUDA graph, whose memory comes from the pool that was reserved for its plan."""
 
     def __init__(self, device: torch.device, memory: ReservedMemory | None) -> None:
-        self._device, self._memory, self._stream = device, memory, side_stream(device)
+        self._device, self._memory, self._stream = device, memory, side_stream(device, "capture")
         self._graph, self._results = torch.cuda.CUDAGraph(), list[Any]()
         self._states = GraphSafeStates(default_generator(device))
 
@@ -91,7 +85,7 @@ class ReplayedStep:
         self._updates: list[tuple[int, int]] = []  # one of each optimizer and group
         self._graph: CudaGraph | None = None
         self._steps = 0  # that ran op by op since something changed
-        self._fixed: tuple[Any, ...] = ()  # what the graph takes for constant, as the last step left it
+        self._fixed: tuple[Any, ...] = ()  # what the graph takes for constant, as the last step left it; empty before one is over
         self._told: set[str] = set()
         self._captured = self._over_budget = False
 
@@ -111,7 +105,7 @@ class ReplayedStep:
             self._changing = [k for k, t in enumerate(given) if not _stays(t)]
             if len(self._changing) != len(self._buffers):  # AOTAutograd merged inputs
                 self._buffers = [_like(given[k]) for k in self._changing]
-        if self._graph is None or self._is_other(given):
+        if not self._fixed or self._is_other(given):
             self._begin()
         if self._steps >= 3 and not self._over_budget:
             results = self._replayed(run, given)
