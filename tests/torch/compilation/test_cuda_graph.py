@@ -187,18 +187,30 @@ def test_results_are_copies_of_which_the_plan_knows() -> None:
     assert now - before == x.nbytes + y.nbytes + sum(t.nbytes for t in found[0])
 
 
-def test_a_first_step_that_fails_leaves_steps_that_run(graphs: list[AsIfCaptured]) -> None:
+def test_a_first_step_that_fails_leaves_steps_that_run(graphs: list[AsIfCaptured], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stopped it, such as Ctrl-C or a full device: nothing is known yet of what a graph would take for constant."""
     pair = Pair(sgd)
 
-    class Full(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise MemoryError
+    def full(graph: AsIfCaptured) -> Any:
+        raise MemoryError
 
-    with pytest.raises(MemoryError), Full():
-        pair.step(*batch(0))
+    with monkeypatch.context() as device:
+        device.setattr(AsIfCaptured, "around", full)
+        with pytest.raises(MemoryError):
+            pair.step(*batch(0))
     for seed in range(5):
         pair.train(seed)
+    assert graphs[-1].replays == 2
+
+
+def test_a_batch_may_be_of_inference_mode(graphs: list[AsIfCaptured]) -> None:
+    """Its tensors have no versions, and no step overwrites them."""
+    model = network()
+    step = compiled(model, sgd(model))
+    with torch.inference_mode():
+        x, y = batch(0)
+    for _ in range(5):
+        step(x, y)
     assert graphs[-1].replays == 2
 
 

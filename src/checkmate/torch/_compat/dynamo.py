@@ -49,12 +49,12 @@ class DynamoTransparentError(ShortenTraceback):
         return self.error
 
 
-def recompile_current_frame() -> Callable[[], None] | None:
-    """A function that drops the compiled code of the frame being compiled now: the next call compiles it again."""
+def recompile_current_frame() -> Callable[[], None]:
+    """A function that drops the compiled code of the frame being compiled now, if any: the next call compiles it again."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:
-        return None
+        return lambda: None
     return lambda: reset_code(code)
 
 

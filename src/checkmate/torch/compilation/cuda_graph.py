@@ -26,6 +26,7 @@ from checkmate.torch.graph.symbolic import has_dynamic_sizes
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import side_stream
+from checkmate.torch.steps.program import version_of
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -77,8 +78,8 @@ class ReplayedStep:
 
     def __init__(self, inputs: Sequence[Any], device: torch.device) -> None:
         self._device = device
-        self._memory: ReservedMemory | None = None
-        self._budget_bytes: int | None = None
+        self.memory: ReservedMemory | None = None  # that was reserved for the plan
+        self.budget_bytes: int | None = None
         self._buffers = [_like(t) for t in inputs if not _stays(t)]
         self._changing: list[int] | None = None  # positions of the arguments that are copied to them
         self._written: list[int] = []  # positions of the arguments that the step overwrites
@@ -91,11 +92,7 @@ class ReplayedStep:
 
     def check(self, graph: fx.Graph) -> None:
         """Refuse a traced step that no graph can replay."""
-        self._updates = [(updates.key, which) for updates, which in refuse_uncapturable(graph, self._device)]
-
-    def within(self, memory: ReservedMemory, budget_bytes: int) -> None:
-        """Take the memory that was reserved for the plan, and no more than a budget."""
-        self._memory, self._budget_bytes = memory, budget_bytes
+        self._updates = refuse_uncapturable(graph, self._device)
 
     def __call__(self, run: BoxedRun, args: list[Any]) -> list[Any]:
         """Run a step; its results are copies."""
@@ -112,16 +109,16 @@ class ReplayedStep:
             if results is not None:
                 return results
         self._steps += 1
-        before = [t._version for t in given]
+        before = [version_of(t) for t in given]
         assert self._graph is not None
         with self._graph.around():
             results = run([*given])
-        self._written = [k for k, (t, version) in enumerate(zip(given, before, strict=True)) if t._version != version]
+        self._written = [k for k, (t, version) in enumerate(zip(given, before, strict=True)) if version_of(t) != version]
         self._fixed = self._state(given)
         return copy.deepcopy(list(results))
 
     def _begin(self) -> None:
-        self._graph, self._steps, self._captured = GRAPHS[self._device.type](self._device, self._memory), 0, False
+        self._graph, self._steps, self._captured = GRAPHS[self._device.type](self._device, self.memory), 0, False
 
     def _replayed(self, run: BoxedRun, given: list[torch.Tensor]) -> list[Any] | None:
         """The results of a replay, after a capture if there was none; None if it would exceed the budget."""
@@ -146,14 +143,14 @@ class ReplayedStep:
             refuse_update(updates_of(key), which, self._device)
         graph.capture(run, args)
         held = graph.reserved_bytes()
-        self._captured = self._budget_bytes is None or held <= self._budget_bytes
+        self._captured = self.budget_bytes is None or held <= self.budget_bytes
         if not self._captured:
             self._over_budget = True
             self._begin()
             _log.warning(
                 "with a CUDA graph the allocator holds %s, more than the budget of %s: all steps run op by op\nhint: raise the "
                 "budget, or leave out mode='reduce-overhead'",
-                *map(format_bytes, (held, self._budget_bytes or 0)),
+                *map(format_bytes, (held, self.budget_bytes or 0)),
             )
         return self._captured
 

@@ -187,12 +187,7 @@ class StepSpec:
     program: Program  # to trace
     forward: Program  # model and loss alone
     finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
-    updates: Updates | None = None  # in the program; None if the step is not whole
-
-    @property
-    def whole(self) -> bool:
-        """Whether the optimizer's updates are in the program."""
-        return self.updates is not None
+    whole: bool = False  # whether the optimizer's updates are in the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +220,7 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
             if self.clip_norm is not None:
                 _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-            return StepSpec(program, forward, functools.partial(_finish_whole, updates), updates)
+            return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
             raise OptionError(

@@ -219,7 +219,7 @@ class Coordinator:
                 token = torch.empty(0, dtype=torch.uint8)
             run.symbols = results[len(results) - program.num_symbols :]
             results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
-            results.insert(planned.num_outputs, token)
+            results.insert(planned.interface.num_outputs, token)
             # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then: the
             # only sign is that the saved tensors are freed.
             key = storage_key(token)
@@ -257,7 +257,7 @@ class Coordinator:
         """Run the backward of a forward, which is then no longer in flight; the program clears the list of its arguments."""
         planned = run.planned
         args[: planned.num_symbols] = run.symbols
-        first = len(args) - len(planned.tangents)
+        first = len(args) - len(planned.interface.tangents)
         recording = run in self._pending
         with self.state.update() if recording else contextlib.nullcontext():
             if recording:

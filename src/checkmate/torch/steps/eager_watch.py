@@ -64,13 +64,6 @@ class EagerWatch(TorchDispatchMode):
         self._report(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0)
         return results
 
-    def end(self) -> bool:
-        """Take the mode off, and return whether that was possible. A mode that was begun later has to end first."""
-        if top_mode() is not self:
-            return False
-        self.__exit__(None, None, None)
-        return True
-
 
 class EagerCode:
     """The watch of eager code, and the compiled functions whose calls are watched."""
@@ -100,9 +93,12 @@ class EagerCode:
 
     def end(self) -> None:
         """Take the watch off. Autograd undoes this while autograd runs; an interrupt may have come before the watch began."""
-        if self._watch is not None and current_backward() < 0 and (top_mode() is None or self._watch.end()):
-            self._complete = self._watch.complete
-            self._watch = None
+        watch, top = self._watch, top_mode()
+        if watch is None or current_backward() >= 0 or (top is not None and top is not watch):
+            return  # a mode that was begun later has to end first
+        if top is watch:
+            watch.__exit__(None, None, None)
+        self._complete, self._watch = watch.complete, None
 
     def pause(self, paused: bool) -> None:
         """Stop reporting the ops that run from now on, or report them again."""

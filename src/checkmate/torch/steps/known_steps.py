@@ -81,7 +81,7 @@ class KnownSteps:
         outlived = self._outliving.outlived(recorder, gradients)
         if outlived <= ignored_bytes:
             return
-        self._outliving.expect_held(recorder)
+        self._outliving.held.add(recorder.sequence)
         plans = [known.plan.result for known in step.plans.values() if known.plan is not None]
         if outlived > min((result.budget_bytes - result.peak_bytes for result in plans), default=0):
             self._warn_once(
@@ -208,7 +208,7 @@ class KnownSteps:
         record, first = step.recorder, step.first
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
-        known = gradients | self._outliving.alive(record, gradients)
+        known = gradients | {key: left.size_bytes for key, left in self._outliving.alive(record, gradients).items()}
         inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
@@ -280,7 +280,7 @@ class KnownSteps:
         _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
         self._traces_again = True
         for planned in cached:
-            _compile_again(planned)
+            planned.recompile()
         return as_compiled
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
@@ -301,7 +301,7 @@ class KnownSteps:
         return KnownPlan(None, room.earlier)
 
     def _allot(self, planned: PlannedGraph, allotment: StepAllotment) -> None:
-        _compile_again(planned)  # first: after an interrupt, a graph with an allotment must count as compiled for it
+        planned.recompile()  # first: after an interrupt, a graph with an allotment must count as compiled for it
         self._allotments[planned.key] = allotment
 
     def _compile_again(self, step: KnownStep) -> None:
@@ -310,8 +310,3 @@ class KnownSteps:
         nothing = (step.first.outside_bytes,) * (len(step.recorder.segments) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again
             step.plans[gradients] = self._planned(step, StepRoom(gradients, step.recorder.gradient_bytes, nothing))
-
-
-def _compile_again(planned: PlannedGraph) -> None:
-    if planned.recompile is not None:
-        planned.recompile()

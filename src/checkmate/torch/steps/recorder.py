@@ -247,7 +247,7 @@ class StepRecorder:
 
     def end_forward(self, run: Run, results: Sequence[Any]) -> None:
         """Record the results of a forward: outputs that it returns to its caller, and then saved tensors."""
-        outputs = results[: run.planned.num_outputs]
+        outputs = results[: run.planned.interface.num_outputs]
         if self.like is None:
             run.held = {key: size for key, size in _storages(results).items() if key not in run.inputs}
             run.made = self._results(outputs)
