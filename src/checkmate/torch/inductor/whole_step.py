@@ -179,9 +179,8 @@ class _UpdateWriter:
             key, index = cast("tuple[int, int]", node.args[2:])
             group = updates_of(key).group_index(index)
             if (key, group) not in self._rates:
-                with mode:
-                    fake = torch.empty((), dtype=torch.float64)
-                self._rates[key, group] = self._input(f"learning_rate_{len(self._rates)}", fake)
+                like = torch.empty((), dtype=torch.float64)
+                self._rates[key, group] = self._input(f"learning_rate_{len(self._rates)}", like)
                 self.groups.append(_Group(key, group, updates_of(key).constant_options(group)))
 
     def replace(self, update: fx.Node) -> None:
@@ -190,11 +189,7 @@ class _UpdateWriter:
         updates, group_index = updates_of(key), updates_of(key).group_index(index)
         with no_modes():
             like = updates.state_specification(index)
-        states = []
-        for name, tensor in like.items():
-            with self._mode:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            states.append(self._input(f"{name}_{len(self.parameters)}", fake))
+        states = [self._input(f"{name}_{len(self.parameters)}", tensor) for name, tensor in like.items()]
         self.parameters.append(_ParameterState(key, index, {name: _signature(t) for name, t in like.items()}))
         inputs = [parameter, gradient, self._rates[key, group_index], *states]
         known = (key, group_index, tuple(like), *(_signature(n.meta["val"]) for n in inputs))
@@ -204,7 +199,9 @@ class _UpdateWriter:
             self._copy(self._traced[known], inputs)
         self._graph.erase_node(update)
 
-    def _input(self, name: str, fake: torch.Tensor) -> fx.Node:
+    def _input(self, name: str, like: torch.Tensor) -> fx.Node:
+        with self._mode:
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         with self._graph.inserting_after(self._last_input):
             node = self._last_input = self._graph.placeholder(name)
         node.meta["val"] = fake

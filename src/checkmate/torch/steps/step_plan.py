@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +27,6 @@ from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.run import Seen, SeenStorage
 from checkmate.torch.steps.step_graph import ObservedStep, Segment, StepGraph, Storage, step_graph
-
-_log = logging.getLogger("checkmate.torch")
 
 
 @dataclass(frozen=True, slots=True)
