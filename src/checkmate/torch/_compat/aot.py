@@ -284,7 +284,7 @@ class CachedCompilation:
         def hold(key: str, content: Any, remote: bool) -> None:
             def save_with(note: Any) -> None:
                 content._checkmate_note = note
-                save(key, content, remote)
+                _Cache.save(key, content, remote)
 
             if threading.get_ident() != thread:
                 save(key, content, remote)

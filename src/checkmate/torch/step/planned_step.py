@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class Planned:
-    """A step with a plan; ``str`` of it is a readable text.
-
-    Attributes:
-        graph: The graph of the step.
-        result: The solver's result: the plan with its cost, its peak and their proven bounds.
-    """
+    """A step with its graph and its plan; ``str`` of it is a readable text."""
 
     __slots__ = ()
     graph: Graph
@@ -88,7 +83,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlannedStep(Planned):
-    """The plan of a training step.
+    """The plan of a training step; ``str`` of it is a readable text.
 
     Attributes:
         graph: The graph of the step.
