@@ -63,6 +63,7 @@ class Step(Planned):
 
     Attributes:
         graph: The graph of the step for the example.
+        plan: The plan of the step.
         result: The solver's result: the plan with its cost, its peak and their proven bounds.
         whole: Whether the optimizer's updates are in the graph, each right after the last op of its gradient.
     """
