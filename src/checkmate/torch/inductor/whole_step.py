@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.store import OpCost
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
@@ -75,15 +76,10 @@ class WholeStep:
         self._known = [each.tensors(known) for each, known in zip(self._parameters, self._known, strict=True)]
         return [*rates, *(t for known in self._known for t in known)]
 
-    @contextmanager
-    def on_trial(self) -> Iterator[None]:
+    def on_trial(self) -> AbstractContextManager[None]:
         """Run on a state of zeros inside; the optimizer's state does not change."""
         rates = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
-        self._trial = [*rates, *(t for each in self._parameters for t in each.zeros())]
-        try:
-            yield
-        finally:
-            self._trial = None
+        return replaced(self, "_trial", [*rates, *(t for each in self._parameters for t in each.zeros())])
 
 
 @dataclasses.dataclass(eq=False, slots=True)

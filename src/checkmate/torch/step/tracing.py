@@ -8,7 +8,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import FakeTensor, fake_mode_with_numbers
 from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, UserError, patched_settings
 from checkmate.torch.backend import compile_graph
@@ -118,15 +119,9 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
         ) from error
 
 
-@contextlib.contextmanager
-def _without_log_of_shapes() -> Iterator[None]:
+def _without_log_of_shapes() -> contextlib.AbstractContextManager[None]:
     """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is reported once, in words."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
