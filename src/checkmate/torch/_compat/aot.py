@@ -117,8 +117,8 @@ def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Te
     return save(_generator(args, kwargs)), op(*args, **kwargs)
 
 
-def run_with_rng_state(state: torch.Tensor | torch.Generator, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a random op from a saved state, as of torch's op of this name; the generator is left as it was."""
+def run_with_rng_state(state: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a random op from a saved state, a tensor or a generator that has it; the generator is left as it was."""
     generator = _generator(args, kwargs)
     if generator.device.type == "cpu":
         before = generator.get_state()
