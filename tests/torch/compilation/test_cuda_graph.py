@@ -20,6 +20,7 @@ from checkmate.torch import measure_peak
 from checkmate.torch._compat import aot
 from checkmate.torch.compilation import cuda_graph
 from checkmate.torch.measure import allocator
+from checkmate.torch.partition import copies
 
 LOSS = nn.functional.cross_entropy
 
@@ -184,6 +185,33 @@ def test_results_are_copies_of_which_the_plan_knows() -> None:
     assert measure_peak(lambda: step(x, y)) <= step.result.peak_bytes - now
     assert all(torch.equal(a, b) for before, now in zip(kept, found, strict=True) for a, b in zip(before, now, strict=True))
     assert now - before == x.nbytes + y.nbytes + sum(t.nbytes for t in found[0])
+
+
+def test_a_first_step_that_fails_leaves_steps_that_run(graphs: list[AsIfCaptured], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stopped it, such as Ctrl-C or a full device: nothing is known yet of what a graph would take for constant."""
+    pair = Pair(sgd)
+
+    def full(graph: AsIfCaptured) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as device:
+        device.setattr(AsIfCaptured, "around", full)
+        with pytest.raises(MemoryError):
+            pair.step(*batch(0))
+    for seed in range(5):
+        pair.train(seed)
+    assert graphs[-1].replays == 2
+
+
+def test_a_batch_may_be_of_inference_mode(graphs: list[AsIfCaptured]) -> None:
+    """Its tensors have no versions, and no step overwrites them."""
+    model = network()
+    step = compiled(model, sgd(model))
+    with torch.inference_mode():
+        x, y = batch(0)
+    for _ in range(5):
+        step(x, y)
+    assert graphs[-1].replays == 2
 
 
 def test_a_number_that_changes_is_not_replayed(graphs: list[AsIfCaptured], caplog: pytest.LogCaptureFixture) -> None:
@@ -420,15 +448,15 @@ def test_a_cuda_graph_is_captured_in_the_pool_and_on_the_stream_of_its_steps(see
     memory: Any = types.SimpleNamespace(pool=pool, running=lambda: entered(pool))
     seeming_gpu(Stream=Stream, current_stream=lambda _: main, stream=entered, graph=entered, CUDAGraph=Captured)
     seeming_gpu(default_generators=[Philox()], memory_reserved=lambda device: 5)
-    cuda_graph.side_stream.cache_clear()
+    copies.side_stream.cache_clear()
     try:
         graph = cuda_graph.CudaGraph(torch.device("cuda", 0), memory)
         with graph.around():
             told.append("step")
         graph.capture(lambda args: [*args], ["result"])
-        side = cuda_graph.side_stream(torch.device("cuda", 0))
+        side = copies.side_stream(torch.device("cuda", 0), "capture")
     finally:
-        cuda_graph.side_stream.cache_clear()
+        copies.side_stream.cache_clear()
     assert told == [
         "side waits for main", ["side"], ["pool"], "step", "main waits for side",
         ["capture", (0, 7), side, "thread_local"],

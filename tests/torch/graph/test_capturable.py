@@ -43,6 +43,15 @@ def test_what_no_capture_allows_is_refused(step: Callable[..., object], words: s
         refuse(step)
 
 
+def test_an_index_that_is_a_mask_is_refused() -> None:
+    """The size of the result depends on the mask; of a mask that is indexed by numbers it does not."""
+    with MODE:
+        traced = make_fx(lambda x: torch.ops.aten.index(x, [x > 0]))(torch.empty(4))
+    with pytest.raises(OptionError, match=r"replay aten\.index.*: it makes a tensor whose size depends on data"):
+        refuse_uncapturable(traced.graph, torch.device("cpu"))
+
+
 def test_constants_of_the_host_and_tables_of_indices_are_allowed() -> None:
     """They are in the graph as they were captured, and no step changes them."""
     refuse(lambda x, y: torch.ops.aten.index(x * torch.full((), 2.0), [torch.arange(2, device=CUDA)]))
+    refuse(lambda x, y: torch.ops.aten.index(x > 0, [torch.arange(2, device=CUDA)]))

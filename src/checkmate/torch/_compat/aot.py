@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -115,11 +113,12 @@ class _BoundOps(_BoxedCodeGen):
 
 def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """The state before a random op, and its result, as of torch's op of this name without its dispatch in Python."""
-    return _SAVE.get()(_generator(args, kwargs)), op(*args, **kwargs)
+    save = getattr(_RANDOM_STATES, "save", torch.Generator.get_state)
+    return save(_generator(args, kwargs)), op(*args, **kwargs)
 
 
-def run_with_rng_state(state: torch.Tensor | torch.Generator, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a random op from a saved state, as of torch's op of this name; the generator is left as it was."""
+def run_with_rng_state(state: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a random op from a saved state, a tensor or a generator that has it; the generator is left as it was."""
     generator = _generator(args, kwargs)
     if generator.device.type == "cpu":
         before = generator.get_state()
@@ -138,16 +137,8 @@ def run_with_rng_state(state: torch.Tensor | torch.Generator, op: Any, *args: An
     return result
 
 
-_SAVE: ContextVar[Callable[[torch.Generator], Any]] = ContextVar("save", default=torch.Generator.get_state)
-
-
-@contextmanager
-def _saving(save: Callable[[torch.Generator], Any]) -> Iterator[None]:
-    token = _SAVE.set(save)
-    try:
-        yield
-    finally:
-        _SAVE.reset(token)
+_RANDOM_STATES = threading.local()
+"""Of a thread that measures or captures a step: ``save``, which saves the state of a generator."""
 
 
 class GraphSafeStates:
@@ -165,14 +156,19 @@ class GraphSafeStates:
     def measuring(self) -> Iterator[None]:
         """Context of a step without the graph, which tells the offsets."""
         (_, first), saved = self._counts(), list[int]()
-        with _saving(lambda generator: saved.append(self._counts()[1] - first) or generator.get_state()):
+
+        def save(generator: torch.Generator) -> torch.Tensor:
+            saved.append(self._counts()[1] - first)
+            return generator.get_state()
+
+        with replaced(_RANDOM_STATES, "save", save):
             yield
         self._offsets, self.generators = saved, [torch.Generator(self._generator.device) for _ in saved]
 
     def capturing(self) -> AbstractContextManager[None]:
         """Context of the capture of the graph."""
         rest = iter(self.generators)
-        return _saving(lambda _: next(rest))
+        return replaced(_RANDOM_STATES, "save", lambda _: next(rest))
 
     def set(self) -> None:
         """Set the generators for the next step."""
@@ -259,20 +255,6 @@ def cached_attributes(run: Callable[..., Any]) -> dict[str, Any]:
 _Cache: Any = autograd_cache.AOTAutogradCache
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """An entry of AOTAutograd's cache that has not been saved."""
-
-    key: str
-    content: Any
-    remote: bool  # whether it goes to a remote cache as well
-
-    def save(self, note: Any) -> None:
-        """Save the entry with a note that can be pickled; a failure is logged by AOTAutograd."""
-        self.content._checkmate_note = note
-        _Cache.save(self.key, self.content, self.remote)
-
-
 class CachedCompilation:
     """A compilation that may be found in AOTAutograd's cache.
 
@@ -283,7 +265,8 @@ class CachedCompilation:
 
     def __init__(self) -> None:
         self.note: Any = None  # the note of the entry that was found; None if there is none
-        self.entries: list[CacheEntry] = []  # entries that AOTAutograd would have saved; empty if its cache had one
+        # Each saves an entry that AOTAutograd would have saved, with a note that can be pickled; empty if its cache had one.
+        self.entries: list[Callable[[Any], None]] = []
 
     @contextmanager
     def looking_up(self, replace: Callable[[str, Any], Any]) -> Iterator[None]:
@@ -299,10 +282,14 @@ class CachedCompilation:
         save, look_up = _Cache.save, _Cache._lookup
 
         def hold(key: str, content: Any, remote: bool) -> None:
+            def save_with(note: Any) -> None:
+                content._checkmate_note = note
+                _Cache.save(key, content, remote)
+
             if threading.get_ident() != thread:
                 save(key, content, remote)
             else:
-                self.entries.append(CacheEntry(key, content, remote))
+                self.entries.append(save_with)
 
         def found(*args: Any, **kwargs: Any) -> Any:
             result = look_up(*args, **kwargs)

@@ -49,12 +49,12 @@ class DynamoTransparentError(ShortenTraceback):
         return self.error
 
 
-def recompile_current_frame() -> Callable[[], None] | None:
-    """A function that drops the compiled code of the frame being compiled now: the next call compiles it again."""
+def recompile_current_frame() -> Callable[[], None]:
+    """A function that drops the compiled code of the frame being compiled now, if any: the next call compiles it again."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:
-        return None
+        return lambda: None
     return lambda: reset_code(code)
 
 
@@ -145,23 +145,14 @@ def runs_eagerly_on_request() -> bool:
     return eval_frame._stance.stance != "default"
 
 
-class FrameRecord(NamedTuple):
-    """Dynamo's record of one attempt to compile a frame."""
+class CompileRecord(NamedTuple):
+    """Dynamo's record of one attempt to compile a frame, or of a break between two graphs."""
 
-    frame: str  # number of the frame: attempts for the same code share it
     function: str  # name of the function; empty if Dynamo's limit of compilations was reached
     file: str
     line: int  # the first line, or, after a failure, the line that failed
     reason: str  # why nothing was compiled; empty after a success
-
-
-class GraphBreak(NamedTuple):
-    """A place where Dynamo ended one graph and began another."""
-
-    function: str
-    file: str
-    line: int
-    reason: str
+    frame: str = ""  # number of the frame: attempts for the same code share it
 
 
 class CompileLog:
@@ -172,21 +163,19 @@ class CompileLog:
         self._record = next(reversed(dynamo_utils.get_compilation_metrics()), None)
         self._break = next(reversed(dynamo_utils.graph_break_reasons), None)
 
-    def new_frames(self) -> list[FrameRecord]:
+    def new_frames(self) -> list[CompileRecord]:
         """Frames that Dynamo compiled, or could not compile, since the last look."""
         records = dynamo_utils.get_compilation_metrics()
         new = _after(records, self._record)
         self._record = next(reversed(records), None)
         return [_frame_record(r) for r in new if r.co_name or r.fail_type]
 
-    def new_breaks(self) -> list[GraphBreak]:
+    def new_breaks(self) -> list[CompileRecord]:
         """Graph breaks since the last look."""
         reasons = dynamo_utils.graph_break_reasons
         new = _after(reasons, self._break)
         self._break = next(reversed(reasons), None)
-        return [
-            GraphBreak(at.name, at.filename, at.lineno or 0, r.reason) for r in new if r.user_stack for at in r.user_stack[-1:]
-        ]
+        return [CompileRecord(at.name, at.filename, at.lineno or 0, r.reason) for r in new for at in (r.user_stack or ())[-1:]]
 
 
 def _after(records: list[Any], last: Any) -> list[Any]:
@@ -195,9 +184,9 @@ def _after(records: list[Any], last: Any) -> list[Any]:
     return records[position + 1 :]
 
 
-def _frame_record(metrics: Any) -> FrameRecord:
+def _frame_record(metrics: Any) -> CompileRecord:
     failed = metrics.fail_type not in (None, "SkipFrame")  # SkipFrame: there is nothing in the frame to compile
-    return FrameRecord(
+    return CompileRecord(
         frame=(metrics.compile_id or "").partition("/")[0],
         function=metrics.co_name or "",
         file=metrics.fail_user_frame_filename or metrics.co_filename or "",

@@ -137,7 +137,7 @@ class CompiledCalls:
             found = place(*(at if record.function else self._functions.get(record.frame, at)), record.reason)
             self._skipped.setdefault(found)
         for found in log.new_breaks():
-            self._breaks.setdefault(place(*found))
+            self._breaks.setdefault(place(*found[:4]))
 
     def judge(self, planned_nodes: int, other_nodes: int) -> None:
         """Tell the user of ops that a call ran outside of every planned graph."""

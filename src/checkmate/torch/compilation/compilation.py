@@ -136,7 +136,7 @@ class Executable:
         if planned is not None:
             planned.own.forward = run
             if module is not None:
-                planned.num_symbols = planned.own.num_symbols = saved_symbols(module, planned.num_outputs)
+                planned.num_symbols = planned.own.num_symbols = saved_symbols(module, planned.interface.num_outputs)
                 save_any_number()
 
         def guarded(args: list[Any]) -> Any:
@@ -224,7 +224,7 @@ class Executable:
                 self._counted.prepare(graph, result)
             self._around = self._counted.running
             if self._account.replayed is not None:
-                self._account.replayed.within(self._counted, result.budget_bytes)
+                self._account.replayed.memory, self._account.replayed.budget_bytes = self._counted, result.budget_bytes
         elif result.plan.host is not None:
             self._around = BUFFERS.step
         self._hooks.planned(interface, result)

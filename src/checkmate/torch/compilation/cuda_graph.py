@@ -9,7 +9,6 @@ optimizer, is not what it was, the steps begin again.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,21 +25,17 @@ from checkmate.torch.graph.optimizer_ops import updates_of
 from checkmate.torch.graph.symbolic import has_dynamic_sizes
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import side_stream
+from checkmate.torch.steps.program import version_of
 
 _log = logging.getLogger("checkmate.torch")
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which steps are captured; the allocator gives a block only to the stream that it was made on."""
-    return torch.cuda.Stream(device)
 
 
 class CudaGraph:
     """A CUDA graph, whose memory comes from the pool that was reserved for its plan."""
 
     def __init__(self, device: torch.device, memory: ReservedMemory | None) -> None:
-        self._device, self._memory, self._stream = device, memory, side_stream(device)
+        self._device, self._memory, self._stream = device, memory, side_stream(device, "capture")
         self._graph, self._results = torch.cuda.CUDAGraph(), list[Any]()
         self._states = GraphSafeStates(default_generator(device))
 
@@ -83,25 +78,21 @@ class ReplayedStep:
 
     def __init__(self, inputs: Sequence[Any], device: torch.device) -> None:
         self._device = device
-        self._memory: ReservedMemory | None = None
-        self._budget_bytes: int | None = None
+        self.memory: ReservedMemory | None = None  # that was reserved for the plan
+        self.budget_bytes: int | None = None
         self._buffers = [_like(t) for t in inputs if not _stays(t)]
         self._changing: list[int] | None = None  # positions of the arguments that are copied to them
         self._written: list[int] = []  # positions of the arguments that the step overwrites
         self._updates: list[tuple[int, int]] = []  # one of each optimizer and group
         self._graph: CudaGraph | None = None
         self._steps = 0  # that ran op by op since something changed
-        self._fixed: tuple[Any, ...] = ()  # what the graph takes for constant, as the last step left it
+        self._fixed: tuple[Any, ...] = ()  # what the graph takes for constant, as the last step left it; empty before one is over
         self._told: set[str] = set()
         self._captured = self._over_budget = False
 
     def check(self, graph: fx.Graph) -> None:
         """Refuse a traced step that no graph can replay."""
-        self._updates = [(updates.key, which) for updates, which in refuse_uncapturable(graph, self._device)]
-
-    def within(self, memory: ReservedMemory, budget_bytes: int) -> None:
-        """Take the memory that was reserved for the plan, and no more than a budget."""
-        self._memory, self._budget_bytes = memory, budget_bytes
+        self._updates = refuse_uncapturable(graph, self._device)
 
     def __call__(self, run: BoxedRun, args: list[Any]) -> list[Any]:
         """Run a step; its results are copies."""
@@ -111,23 +102,23 @@ class ReplayedStep:
             self._changing = [k for k, t in enumerate(given) if not _stays(t)]
             if len(self._changing) != len(self._buffers):  # AOTAutograd merged inputs
                 self._buffers = [_like(given[k]) for k in self._changing]
-        if self._graph is None or self._is_other(given):
+        if not self._fixed or self._is_other(given):
             self._begin()
         if self._steps >= 3 and not self._over_budget:
             results = self._replayed(run, given)
             if results is not None:
                 return results
         self._steps += 1
-        before = [t._version for t in given]
+        before = [version_of(t) for t in given]
         assert self._graph is not None
         with self._graph.around():
             results = run([*given])
-        self._written = [k for k, (t, version) in enumerate(zip(given, before, strict=True)) if t._version != version]
+        self._written = [k for k, (t, version) in enumerate(zip(given, before, strict=True)) if version_of(t) != version]
         self._fixed = self._state(given)
         return copy.deepcopy(list(results))
 
     def _begin(self) -> None:
-        self._graph, self._steps, self._captured = GRAPHS[self._device.type](self._device, self._memory), 0, False
+        self._graph, self._steps, self._captured = GRAPHS[self._device.type](self._device, self.memory), 0, False
 
     def _replayed(self, run: BoxedRun, given: list[torch.Tensor]) -> list[Any] | None:
         """The results of a replay, after a capture if there was none; None if it would exceed the budget."""
@@ -152,14 +143,14 @@ class ReplayedStep:
             refuse_update(updates_of(key), which, self._device)
         graph.capture(run, args)
         held = graph.reserved_bytes()
-        self._captured = self._budget_bytes is None or held <= self._budget_bytes
+        self._captured = self.budget_bytes is None or held <= self.budget_bytes
         if not self._captured:
             self._over_budget = True
             self._begin()
             _log.warning(
                 "with a CUDA graph the allocator holds %s, more than the budget of %s: all steps run op by op\nhint: raise the "
                 "budget, or leave out mode='reduce-overhead'",
-                *map(format_bytes, (held, self._budget_bytes or 0)),
+                *map(format_bytes, (held, self.budget_bytes or 0)),
             )
         return self._captured
 

@@ -28,11 +28,11 @@ from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
+from checkmate.torch.partition.split import Recapture
 from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.program import StepAllotment
 
 _log = logging.getLogger("checkmate.torch")
-Recapture = Callable[[fx.GraphModule], Capture]
 Plan = Callable[[Capture, Recapture], tuple[Capture, Result]]
 
 

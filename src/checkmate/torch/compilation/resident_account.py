@@ -14,7 +14,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.chunking.choose import ChunkableStep
-from checkmate.torch.compilation.cuda_graph import replayed_step, side_stream
+from checkmate.torch.compilation.cuda_graph import replayed_step
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
@@ -23,6 +23,7 @@ from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, optimizers_without_state, state_to_come_bytes
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import side_stream
 from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.program import GraphInterface, weakly
 
@@ -49,7 +50,8 @@ class ResidentAccount:
         self._options, budget = options, options.planning.budget
         warm_up(cuda := cuda_device(inputs, options))
         self.replayed = replayed_step(inputs, options, whole=hooks.whole)  # its buffers are tensors besides the inputs
-        self.stream = side_stream(cuda) if self.replayed is not None and cuda is not None else None
+        # Steps are captured on a stream; the allocator gives a block only to the stream that it was made on.
+        self.stream = side_stream(cuda, "capture") if self.replayed is not None and cuda is not None else None
         warm_up(cuda, self.stream)
         budget_of = options.budget_of if self.stream is None else "reserved"  # a CUDA graph keeps its pool
         # In a traced step nothing exists yet; without a budget or a plan nothing is promised.

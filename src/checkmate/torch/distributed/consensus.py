@@ -88,7 +88,10 @@ class Ranks:
         """Take part in a decision; all ranks must take part in the same decisions, in the same order."""
         at, self._round = self._round, self._round + 1
         try:
-            return self._lead(at, topic, mine, decider) if self.rank == 0 else self._follow(at, topic, mine)
+            if self.rank == 0:
+                return self._lead(at, topic, mine, decider)
+            self._send(f"{at}/{self.rank}", _Message(mine, topic))
+            return self._receive(f"{at}/answer", 0, topic).body
         except BaseException as error:
             self._broadcast_error = error
             self._send_failure(at, error)
@@ -129,10 +132,6 @@ class Ranks:
                 self._store().delete_key(key)
         return body
 
-    def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
-        self._send(f"{at}/{self.rank}", _Message(mine, topic))
-        return self._receive(f"{at}/answer", 0, topic).body
-
     def _send_failure(self, at: int, error: BaseException) -> None:
         """Write a failure in place of a message, as long as the store answers."""
         if isinstance(error.__cause__, _SilentStoreError):
@@ -150,7 +149,7 @@ class Ranks:
 
     def _receive(self, key: str, rank: int, topic: str) -> _Message:
         """Poll for the message of a rank; fail if the rank is ahead, because its message will not come."""
-        store = self._store()
+        store, forwards = self._store(), f"forwards/{rank}"
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
         began = time.monotonic()
         ahead_since: float | None = None
@@ -158,7 +157,8 @@ class Ranks:
         try:
             while not (message := self._asked(lambda: store.get(key) if store.check([key]) else b"")):
                 now = time.monotonic()
-                ahead = self._asked(lambda: self._is_ahead(store, rank))
+                # It has run more planned forwards than this rank: also the forward that this rank has to compile.
+                ahead = self._asked(lambda: store.check([forwards]) and int(store.get(forwards)) > self._forwards)
                 ahead_since = (ahead_since or now) if ahead else None
                 if ahead_since is not None and now - ahead_since > self._grace_s:
                     raise RankError(
@@ -183,11 +183,6 @@ class Ranks:
         if found.error:
             raise RankError(found.error, hint=found.hint)
         return found
-
-    def _is_ahead(self, store: dist.Store, rank: int) -> bool:
-        """Whether a rank has run more planned forwards than this rank: also the forward that this rank has to compile."""
-        key = f"forwards/{rank}"
-        return store.check([key]) and int(store.get(key)) > self._forwards
 
     def _asked(self, call: Callable[[], T]) -> T:
         """The result of a call of the job's store, in a thread that is abandoned after the timeout of the process group.

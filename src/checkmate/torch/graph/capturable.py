@@ -27,10 +27,13 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.
 _INDEX = torch.ops.aten.index.Tensor
 
 
-def refuse_uncapturable(graph: fx.Graph, device: torch.device) -> list[tuple[Updates, int]]:
-    """Refuse a whole step if a CUDA graph of its device cannot replay it; otherwise return one update of each kind."""
+def refuse_uncapturable(graph: fx.Graph, device: torch.device) -> list[tuple[int, int]]:
+    """Refuse a whole step if a CUDA graph of its device cannot replay it.
+
+    Otherwise return an update of each group of each optimizer: the key of the `Updates`, and the index of the parameter.
+    """
     constants: set[fx.Node] = set()  # tensors on the host that no step changes
-    updated: dict[tuple[int, int], tuple[Updates, int]] = {}
+    updated: dict[tuple[int, int], tuple[int, int]] = {}
     for node in graph.nodes:
         made, read = leaves(node.meta.get("val")), node.all_input_nodes
         inside = node.op == "get_attr" or (node.op == "call_function" and random_op(node) is None and constants.issuperset(read))
@@ -38,7 +41,7 @@ def refuse_uncapturable(graph: fx.Graph, device: torch.device) -> list[tuple[Upd
             constants.add(node)
         elif node.target is UPDATE:
             key, which = node.args[2:]
-            updated[key, updates_of(key).group_index(which)] = updates_of(key), which
+            updated[key, updates_of(key).group_index(which)] = key, which
         elif isinstance(node.target, OpOverload):
             changing = [t for n in read if n not in constants for t in leaves(n.meta.get("val"))]
             why = _refusal(node.target, changing, made, device)
@@ -49,8 +52,8 @@ def refuse_uncapturable(graph: fx.Graph, device: torch.device) -> list[tuple[Upd
                     f"mode='reduce-overhead' cannot replay {node.target} ({source_of(node)}): it {why}",
                     hint="make its inputs on the device of the model; or leave out mode",
                 )
-    for updates, which in updated.values():
-        refuse_update(updates, which, device)
+    for key, which in updated.values():
+        refuse_update(updates_of(key), which, device)
     return [*updated.values()]
 
 
@@ -58,8 +61,8 @@ def _refusal(op: OpOverload, read: Iterable[torch.Tensor], made: Iterable[torch.
     """Why a graph cannot record an op that reads some tensors, constants apart; None if it can."""
     if torch.Tag.data_dependent_output in op.tags:
         return "reads a number back to Python"
-    by_mask = op is not _INDEX or any(t.dtype in (torch.bool, torch.uint8) for t in read)
-    if torch.Tag.dynamic_output_shape in op.tags and by_mask:
+    by_mask = any(isinstance(n, torch.SymInt) for t in made for n in t.shape)
+    if torch.Tag.dynamic_output_shape in op.tags and (by_mask or op is not _INDEX):
         return "makes a tensor whose size depends on data"
     if any(t.device.type != device.type for t in read):
         return "reads a tensor of the host"

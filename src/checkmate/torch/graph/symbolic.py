@@ -71,7 +71,8 @@ def is_size_arithmetic(node: fx.Node, earlier: Set[fx.Node]) -> bool:
     if node.op != "call_function" or not _is_number(node):
         return False
     tensors = reads_size(node)
-    return all(i in earlier or _is_input(i, tensors=tensors) for i in node.all_input_nodes)
+    inputs = [i for i in node.all_input_nodes if i not in earlier]
+    return all(i.op == "placeholder" and not is_tangent(i) and (tensors or _is_number(i)) for i in inputs)
 
 
 def reads_size(node: fx.Node) -> bool:
@@ -81,10 +82,6 @@ def reads_size(node: fx.Node) -> bool:
 
 def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
-
-
-def _is_input(node: fx.Node, *, tensors: bool) -> bool:
-    return node.op == "placeholder" and not is_tangent(node) and (tensors or _is_number(node))
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:

@@ -55,7 +55,8 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         first.kernels.build()
         first.store()
         return first
-    chosen = search.choose(first.counted, trials.compile_again, trials.measure, lambda at: trials.compiled[at].cost_ns)
+    again, cost_of = (lambda: trials.compile().counted), (lambda at: trials.compiled[at].cost_ns)
+    chosen = search.choose(first.counted, again, trials.measure, cost_of)
     if chosen is None:
         least = _give_up(compilation, search)
         if trials.key is not None:
@@ -141,10 +142,6 @@ class _Trials:
             made = make({**self._patches, "fx_graph_cache": False}, whole, self._problem, self._as_stock)
         self.compiled.append(made)
         return made
-
-    def compile_again(self) -> StepMemory | None:
-        """Generate the code of another plan, and count its memory."""
-        return self.compile().counted
 
     def measure(self, index: int) -> StepMemory:
         """The measured memory of a compilation, whose kernels are built for the measurement."""

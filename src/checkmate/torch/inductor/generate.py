@@ -17,7 +17,6 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import (
     BoxedRun,
     CachedCompilation,
-    CacheEntry,
     aot_cache_disabled,
     cached_attributes,
     functorch_config,
@@ -77,7 +76,8 @@ class CompiledGraph:
     counted: StepMemory | None = None  # memory of its step, as counted in its code; None if not known
     cost_ns: int | None = None  # cost of its step, as counted in its code
     memory: StepMemory | None = None  # measured memory; None without a budget
-    entry: CacheEntry | None = None  # for AOTAutograd's cache; None for code from there, and for code that cannot be stored
+    # Saves it in AOTAutograd's cache with a note; None for code from there, and for code that cannot be stored.
+    save: Callable[[Any], None] | None = None
 
     @property
     def cached(self) -> bool:
@@ -86,8 +86,8 @@ class CompiledGraph:
 
     def store(self) -> None:
         """Store the code with its plan in AOTAutograd's cache, if it can be stored."""
-        if self.entry is not None and self.planned is not None:
-            self.entry.save((*self.planned, self.memory))
+        if self.save is not None and self.planned is not None:
+            self.save((*self.planned, self.memory))
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -204,7 +204,7 @@ def generate(
         planned=partitioner.planned,
         joint=joint,
         whole=whole,
-        entry=cache.entries[-1] if cache.entries else None,
+        save=cache.entries[-1] if cache.entries else None,
     )
     if compiled.planned is None and cache.note is not None:
         interface, result, compiled.memory = cache.note

@@ -94,7 +94,9 @@ def _fused_bytes(node: fx.Node) -> int:
     key = program_of(node).key
     if key not in _FUSED_BYTES:
         graph = fx.Graph()
-        operands = [_input(graph, operand) for operand in node.args[0]]  # type: ignore[union-attr]
+        operands = [graph.placeholder(operand.name) for operand in node.args[0]]  # type: ignore[union-attr]
+        for operand, like in zip(operands, node.args[0], strict=True):  # type: ignore[arg-type]
+            operand.meta = {"val": like.meta["val"]}  # type: ignore[union-attr]
         pieces = graph.call_function(CHUNKED, (operands, key))
         pieces.meta = {"val": node.meta["val"]}
         results = [graph.call_function(operator.getitem, (pieces, i)) for i in range(len(node.meta["val"]))]
@@ -107,12 +109,6 @@ def _fused_bytes(node: fx.Node) -> int:
         peak = predicted_peak(chains, range(len(chains.contracted.ops)))
         _FUSED_BYTES[key] = max(0, peak - sum(storage_bytes(value) for value in node.meta["val"]))
     return _FUSED_BYTES[key]
-
-
-def _input(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    node = graph.placeholder(like.name)
-    node.meta = {"val": like.meta["val"]}
-    return node
 
 
 def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:

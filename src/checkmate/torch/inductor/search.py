@@ -67,6 +67,7 @@ class CalibratedSearch:
         self.budget_bytes, self.limit_bytes = 0, sys.maxsize  # the limit is above the resident bytes
         self._compilation = compilation
         self._options, self._ranks = compilation.options.planning, compilation.ranks
+        self.measures = self._options.budget is not None  # whether steps have to be measured
         self._leads = self._ranks is None or self._ranks.rank == 0
         self._fingerprint, self._digest = compiler_fingerprint, ""  # of the captured graph
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
@@ -80,11 +81,6 @@ class CalibratedSearch:
         self._target_bytes = 0
         # The answer to a smaller budget, and the least answer to a larger one; see the module on monotone bounds.
         self._least_bytes, self._most_bytes = 0, sys.maxsize
-
-    @property
-    def measures(self) -> bool:
-        """Whether steps have to be measured, for a budget."""
-        return self._options.budget is not None
 
     def plan(
         self, graph: Graph, trailing: frozenset[int] = frozenset(), partitions: Partitions | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.store import OpCost
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
@@ -75,15 +76,10 @@ class WholeStep:
         self._known = [each.tensors(known) for each, known in zip(self._parameters, self._known, strict=True)]
         return [*rates, *(t for known in self._known for t in known)]
 
-    @contextmanager
-    def on_trial(self) -> Iterator[None]:
+    def on_trial(self) -> AbstractContextManager[None]:
         """Run on a state of zeros inside; the optimizer's state does not change."""
         rates = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
-        self._trial = [*rates, *(t for each in self._parameters for t in each.zeros())]
-        try:
-            yield
-        finally:
-            self._trial = None
+        return replaced(self, "_trial", [*rates, *(t for each in self._parameters for t in each.zeros())])
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -179,9 +175,8 @@ class _UpdateWriter:
             key, index = cast("tuple[int, int]", node.args[2:])
             group = updates_of(key).group_index(index)
             if (key, group) not in self._rates:
-                with mode:
-                    fake = torch.empty((), dtype=torch.float64)
-                self._rates[key, group] = self._input(f"learning_rate_{len(self._rates)}", fake)
+                like = torch.empty((), dtype=torch.float64)
+                self._rates[key, group] = self._input(f"learning_rate_{len(self._rates)}", like)
                 self.groups.append(_Group(key, group, updates_of(key).constant_options(group)))
 
     def replace(self, update: fx.Node) -> None:
@@ -190,11 +185,7 @@ class _UpdateWriter:
         updates, group_index = updates_of(key), updates_of(key).group_index(index)
         with no_modes():
             like = updates.state_specification(index)
-        states = []
-        for name, tensor in like.items():
-            with self._mode:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            states.append(self._input(f"{name}_{len(self.parameters)}", fake))
+        states = [self._input(f"{name}_{len(self.parameters)}", tensor) for name, tensor in like.items()]
         self.parameters.append(_ParameterState(key, index, {name: _signature(t) for name, t in like.items()}))
         inputs = [parameter, gradient, self._rates[key, group_index], *states]
         known = (key, group_index, tuple(like), *(_signature(n.meta["val"]) for n in inputs))
@@ -204,7 +195,9 @@ class _UpdateWriter:
             self._copy(self._traced[known], inputs)
         self._graph.erase_node(update)
 
-    def _input(self, name: str, fake: torch.Tensor) -> fx.Node:
+    def _input(self, name: str, like: torch.Tensor) -> fx.Node:
+        with self._mode:
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         with self._graph.inserting_after(self._last_input):
             node = self._last_input = self._graph.placeholder(name)
         node.meta["val"] = fake

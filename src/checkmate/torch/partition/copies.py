@@ -165,7 +165,8 @@ def _copy_when_awaited(into: torch.Tensor, source: torch.Tensor, after: Callable
 
 
 @functools.cache
-def _engine(device: torch.device, direction: str) -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The stream of a device for one purpose, such as copies in one direction."""
     return torch.cuda.Stream(device)
 
 
@@ -175,7 +176,7 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
-    stream = _engine(device, direction)
+    stream = side_stream(device, direction)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         after()  # waits on the current stream, the stream of this copy

@@ -25,15 +25,10 @@ if TYPE_CHECKING:
     from checkmate.torch.step.step import Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PlannedStep:
-    """The plan of a training step; ``str`` of it is a readable text.
+class Planned:
+    """A step with its graph and its plan; ``str`` of it is a readable text."""
 
-    Attributes:
-        graph: The graph of the step.
-        result: The plan with its cost, its peak and their proven bounds.
-    """
-
+    __slots__ = ()
     graph: Graph
     result: Result
 
@@ -85,7 +80,18 @@ class PlannedStep:
         ]
         return "\n".join(lines)
 
-    __str__ = __repr__
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlannedStep(Planned):
+    """The plan of a training step; ``str`` of it is a readable text.
+
+    Attributes:
+        graph: The graph of the step.
+        result: The plan with its cost, its peak and their proven bounds.
+    """
+
+    graph: Graph
+    result: Result
 
 
 class Saved(NamedTuple):
@@ -145,8 +151,6 @@ class StepExplanation:
     def __repr__(self) -> str:
         """The text of `render`."""
         return self.render()
-
-    __str__ = __repr__
 
 
 def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:

@@ -46,15 +46,6 @@ def forward_program(model: torch.nn.Module, loss: Loss | None, *, outputs: bool 
     return with_unique_code(forward)
 
 
-def model_program(model: torch.nn.Module) -> Callable[..., Any]:
-    """``program(args, kwargs)`` that returns the output of the model."""
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model(*args, **kwargs)
-
-    return with_unique_code(call)
-
-
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in the output of a model: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple."""
     if isinstance(output, torch.Tensor):
@@ -109,16 +100,6 @@ def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
         return of(outputs)
     columns = zip(*[pytree.tree_leaves(output) for output in outputs], strict=True)
     return pytree.tree_unflatten([_mapped(of, column) for column in columns], structure)
-
-
-def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
-    """The same program under `torch.autocast`; clipping and updates of its gradients stay outside."""
-
-    def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
-        with torch.autocast(device_type, dtype):
-            return program(args, kwargs)
-
-    return with_unique_code(autocast)
 
 
 def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
@@ -206,12 +187,7 @@ class StepSpec:
     program: Program  # to trace
     forward: Program  # model and loss alone
     finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
-    updates: Updates | None = None  # in the program; None if the step is not whole
-
-    @property
-    def whole(self) -> bool:
-        """Whether the optimizer's updates are in the program."""
-        return self.updates is not None
+    whole: bool = False  # whether the optimizer's updates are in the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +220,7 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
             if self.clip_norm is not None:
                 _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-            return StepSpec(program, forward, functools.partial(_finish_whole, updates), updates)
+            return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
             raise OptionError(
@@ -257,20 +233,29 @@ class StepRecipe:
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, called with the example; a plain loop compiles it."""
-        program = self._cast(model_program(self.model))
+        model = self.model
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return model(*args, **kwargs)
+
+        program = self._cast(with_unique_code(call))
         return StepSpec(program, program, lambda run: run())
 
     def _cast(self, program: Program) -> Program:
-        """The same program under `torch.autocast`, if the recipe has ``autocast``."""
-        if self.autocast is None:
+        """The same program under `torch.autocast`, if the recipe has it; clipping and updates of its gradients stay outside."""
+        dtype = self.autocast
+        if dtype is None:
             return program
-        if self.autocast not in (torch.bfloat16, torch.float16):
-            raise OptionError(
-                f"autocast={self.autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16"
-            )
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise OptionError(f"autocast={dtype!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16")
         tensors = (*self.model.parameters(), *pytree.tree_leaves(self.example))
         device_type = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
-        return under_autocast(program, device_type, self.autocast)
+
+        def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+            with torch.autocast(device_type, dtype):
+                return program(args, kwargs)
+
+        return with_unique_code(autocast)
 
     def _check(self) -> None:
         check_micro_batches(self.example, self.micro_batches)

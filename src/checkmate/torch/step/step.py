@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, NoReturn, Unpack
 
 import msgspec
@@ -19,8 +18,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.core.result import Curve, Result
+from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import CostSource, takes_options
@@ -33,9 +31,9 @@ from checkmate.torch.measure.device_memory import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions, check_chunking, fields_of
 from checkmate.torch.step.arguments import BatchLayout, Example, Loss, refuse_inference_mode, refuse_untrainable, warn_of_clipping
-from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
+from checkmate.torch.step.planned_step import Planned
 from checkmate.torch.step.recipe import StepRecipe, check_micro_batches
-from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
+from checkmate.torch.step.tracing import StopAfterCapture, run_as_one_graph, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
 _log = logging.getLogger("checkmate.torch")
@@ -60,7 +58,7 @@ class _Compiled:
         self.planned.append((interface.graph, result))
 
 
-class Step:
+class Step(Planned):
     """A compiled training step. `checkmate.torch.compile` makes one.
 
     Attributes:
@@ -70,9 +68,6 @@ class Step:
         whole: Whether the optimizer's updates are in the graph, each right after the last op of its gradient.
     """
 
-    graph: Graph
-    plan: Plan
-    result: Result
     whole: bool
 
     def __init__(self, recipe: StepRecipe, options: Options, *, dynamic: bool = False) -> None:
@@ -83,7 +78,7 @@ class Step:
         self._layout = BatchLayout.of(recipe.example)
         self._compiled = compiled = _Compiled()
         given = options.plan
-        with stop_after_capture() as stop:
+        with StopAfterCapture() as stop:
             hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -94,7 +89,6 @@ class Step:
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
             run_as_one_graph(self._run, spec, recipe.example)
         self.graph, self.result = compiled.planned[0]
-        self.plan = self.result.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: forward, loss, backward, and the optimizer if there is one. The gradients are then cleared.
@@ -125,38 +119,12 @@ class Step:
             self._compiled.returned = [weakref.ref(t.untyped_storage()) for t in tensors]
         return prediction if self._own_loss and prediction is not None else (prediction, loss)
 
-    def explain(self, *, curve: Curve | None = None) -> StepExplanation:
-        """The tensors that the step saves and the ops that it recomputes; see `checkmate.torch.explain`.
-
-        Args:
-            curve: Plans of the same graph for other budgets.
-        """
-        return self._planned_step.explain(curve=curve)
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page about the plan, which needs no network.
-
-        Args:
-            path: The file; an existing file is replaced.
-
-        Returns:
-            The path of the file.
-        """
-        return self._planned_step.report(path)
-
-    def __repr__(self) -> str:
-        return repr(self._planned_step)
-
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             owners = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "step.result": Result}
             owner = next((owner for owner, kind in owners.items() if hasattr(kind, name)), None)
             raise AttributeError(f"a step has no {name!r}" + (f"; write {owner}.{name}" if owner else ""), name=name, obj=self)
-
-    @property
-    def _planned_step(self) -> PlannedStep:
-        return PlannedStep(graph=self.graph, result=self.result)
 
     def __reduce__(self) -> NoReturn:
         raise OptionError(

@@ -8,7 +8,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
+from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import FakeTensor, fake_mode_with_numbers
 from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, UserError, patched_settings
 from checkmate.torch.backend import compile_graph
@@ -44,11 +45,18 @@ class GraphBreakError(CheckmateError, RuntimeError):
 
 
 class _StopAfterCapture(Exception):
-    """Ends the block of `stop_after_capture`; never seen outside it."""
+    """Ends the block of `StopAfterCapture`; never seen outside it."""
 
 
-class CaptureStop:
-    """The two places at which `stop_after_capture` can end its block; functions for `Hooks`."""
+class StopAfterCapture(contextlib.AbstractContextManager["StopAfterCapture"]):
+    """Context in which a compiled function is called for its compilation alone; its methods are for `Hooks`.
+
+    `torch.compile` compiles a function at its first call and then runs it, and has no public way to only compile. An exception
+    therefore ends the call before the first kernel of the step: model, optimizer and random state stay unchanged. A graph alone
+    needs no plan and no compiled code: the exception takes the place of planning, within Dynamo. Dynamo wraps any exception of a
+    backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache:
+    its forward therefore raises when Dynamo runs it for the first time.
+    """
 
     def __init__(self) -> None:
         self.step: ChunkableStep[Capture] | None = None  # as captured, after the call of `before_planning`
@@ -64,27 +72,15 @@ class CaptureStop:
         if self.active:
             raise _StopAfterCapture
 
-
-@contextlib.contextmanager
-def stop_after_capture() -> Iterator[CaptureStop]:
-    """Call a compiled function for its compilation alone.
-
-    `torch.compile` compiles a function at its first call and then runs it, and has no public way to only compile. An exception
-    therefore ends the call before the first kernel of the step: model, optimizer and random state stay unchanged. A graph alone
-    needs no plan and no compiled code: the exception takes the place of planning, within Dynamo. Dynamo wraps any exception of a
-    backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache:
-    its forward therefore raises when Dynamo runs it for the first time.
-    """
-    stop = CaptureStop()
-    with contextlib.suppress(_StopAfterCapture):
-        yield stop
-    stop.active = False
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.active = False
+        return kind is _StopAfterCapture
 
 
 def trace_step(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> ChunkableStep[Capture]:
     """The capture of a step for a device, by default the current one; nothing runs."""
     rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
-    with stop_after_capture() as stop, rules:
+    with StopAfterCapture() as stop, rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
         backend = functools.partial(compile_graph, options=options, hooks=hooks)
         run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), spec, batch)
@@ -123,15 +119,9 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
         ) from error
 
 
-@contextlib.contextmanager
-def _without_log_of_shapes() -> Iterator[None]:
+def _without_log_of_shapes() -> contextlib.AbstractContextManager[None]:
     """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is reported once, in words."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:

@@ -5,8 +5,7 @@ when its first graph begins again after an optimizer has run: the user holds the
 backward may never run. When a step runs for the first time, `StepRecorder` records its segments, and the graphs run their own
 programs. When the step begins again, `KnownSteps` plans it as a whole, and each of its forwards runs the program of its place in
 the plan. Several kinds of steps may begin with the same graph: the coordinator expects the kind that followed the same step
-before. A step that turns out differently runs the graphs' own programs, and is planned in turn. `StateMachine` has the states of
-a step.
+before. A step that turns out differently runs the graphs' own programs, and is planned in turn.
 
 A forward returns one more tensor for autograd to save. It is empty, and only tells to which forward a backward belongs.
 """
@@ -35,12 +34,12 @@ from checkmate.torch.graph.storages import current_bytes, leaves, storage_key, s
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.accumulation import Accumulation
 from checkmate.torch.steps.announcements import Announcements
-from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
+from checkmate.torch.steps.eager_watch import EagerCode
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.run import Run
-from checkmate.torch.steps.state import StateMachine, StepEvent, StepState
+from checkmate.torch.steps.state import StepState
 from checkmate.torch.steps.step_plan import StepPlan
 
 _log = logging.getLogger("checkmate.torch")
@@ -54,11 +53,11 @@ class Coordinator:
     """The step that is under way in one thread, and the steps that were seen before."""
 
     def __init__(self) -> None:
-        self._machine = StateMachine()
+        self.state = StepState()
         self._pending: list[Run] = []  # forwards that wait for their backwards, in order
-        self._recorder = StepRecorder(self._machine)
+        self._recorder = StepRecorder(self.state)
         self.steps = KnownSteps()
-        self._plan: StepPlan | None = None  # of the newest step
+        self.step: StepPlan | None = None  # the plan of the newest step; None if it was not planned as a whole
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._announcements = Announcements(self._recorder, self._pending)
@@ -78,18 +77,13 @@ class Coordinator:
             self._recorder.close()
             self._announcements = Announcements(self._recorder, self._pending)
             self._new_recorder(watched=False)
-            self.steps, self._plan = KnownSteps(), None
-
-    @property
-    def state(self) -> StepState:
-        """The state of the step."""
-        return self._machine.state
+            self.steps, self.step = KnownSteps(), None
 
     @property
     def result(self) -> Result | None:
         """Plan of the newest step, or of its largest graph if it was not planned as a whole; None before the first step."""
-        if self._plan is not None:
-            return self._plan.result
+        if self.step is not None:
+            return self.step.result
         own = [run.planned.own.result for run in self._recorder.forwards]
         return max(own, key=lambda result: result.peak_bytes, default=None)
 
@@ -104,14 +98,9 @@ class Coordinator:
         return self._announcements.most_bytes
 
     @property
-    def step(self) -> StepPlan | None:
-        """The plan of the newest step; None if it was not planned as a whole."""
-        return self._plan
-
-    @property
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
-        return self._machine.is_under_way
+        return self.state.under_way
 
     def budget_bytes(self, budget: Budget) -> int | None:
         """Bytes of a budget; None for a share before any step is planned."""
@@ -145,7 +134,7 @@ class Coordinator:
             return
         with _LOCK:
             self._recover()
-            with self._machine.update():
+            with self.state.update():
                 self.end_watch()
                 self._calling, self._budget = True, budget
                 if not self.in_flight:
@@ -154,7 +143,6 @@ class Coordinator:
                     if not self.in_flight:
                         self.steps.close(self._recorder)
                         self._new_recorder(watched=True)
-                    self._machine.on(StepEvent.WATCH)
                     self._eager.begin()
 
     def end_call(self) -> None:
@@ -177,37 +165,37 @@ class Coordinator:
                 for tensor in leaves([*optimizer.state.values()]):
                     self._recorder.keeps(tensor)
 
-    def _see_eager_op(self, op: EagerOp) -> None:
+    def _see_eager_op(self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], peak_bytes: int, exchange: bool) -> None:
         recorder = self._recorder
         with self._update():
-            for tensor in op.given:
+            for tensor in given:
                 # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
                 if not any(storage_key(tensor) in run.held for run in self._pending):
                     recorder.read(tensor)
-                if op.is_exchange:
+                if exchange:
                     recorder.exchanged(tensor)
-            recorder.took(op.peak_bytes)
-            self._announcements.of_eager_code(op.peak_bytes)
-            for tensor in op.made:
+            recorder.took(peak_bytes)
+            self._announcements.of_eager_code(peak_bytes)
+            for tensor in made:
                 recorder.allocated(tensor)
                 self._announcements.of_eager_code(0)
                 if self._calling and not recorder.forwards and self._budget is not None:
                     self._announcements.before_any_graph(self._budget, tensor.device)
 
     def _update(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the account of the step changes; see `StateMachine.update`."""
-        return self._machine.update(_LOCK, self._eager.paused()) if self._eager.is_watched else self._machine.update(_LOCK)
+        """Context in which the account of the step changes; see `StepState.update`."""
+        return self.state.update(_LOCK, self._eager.paused()) if self._eager.is_watched else self.state.update(_LOCK)
 
     def _recover(self) -> None:
         """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
-        if self.state is not StepState.INTERRUPTED:
+        if not self.state.interrupted:
             return
         self._recorder.close()
         self._new_recorder(watched=self._eager.is_watched)
         self._pending.clear()
-        self._plan, self._calling = None, False
+        self.step, self._calling = None, False
         self._eager.pause(False)
-        self._machine.throw_away()
+        self.state.throw_away()
 
     def end_watch(self) -> None:
         """Stop watching eager code if its step is over: when an optimizer begins, or with the next call."""
@@ -222,7 +210,7 @@ class Coordinator:
             with self._eager.paused():
                 return planned.forward_through_hooks(args)
         self._recover()
-        with self._machine.update():
+        with self.state.update():
             run = self._begin_forward(planned, args)
             program = run.program
             assert program.forward is not None
@@ -231,7 +219,7 @@ class Coordinator:
                 token = torch.empty(0, dtype=torch.uint8)
             run.symbols = results[len(results) - program.num_symbols :]
             results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
-            results.insert(planned.num_outputs, token)
+            results.insert(planned.interface.num_outputs, token)
             # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then: the
             # only sign is that the saved tensors are freed.
             key = storage_key(token)
@@ -269,9 +257,9 @@ class Coordinator:
         """Run the backward of a forward, which is then no longer in flight; the program clears the list of its arguments."""
         planned = run.planned
         args[: planned.num_symbols] = run.symbols
-        first = len(args) - len(planned.tangents)
+        first = len(args) - len(planned.interface.tangents)
         recording = run in self._pending
-        with self._machine.update() if recording else contextlib.nullcontext():
+        with self.state.update() if recording else contextlib.nullcontext():
             if recording:
                 with self._update():
                     self._recorder.begin_backward(run, args[first:])
@@ -327,40 +315,39 @@ class Coordinator:
         if self._recorder.forwards:
             self.steps.close(self._recorder)
             self._new_recorder(watched=self._eager.is_watched)
-        self._plan, self._position, self._updated = None, 0, False
-        self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
+        self.step, self._position, self._updated = None, 0, False
+        self.step = self.steps.plan(planned, args, watched=self._eager.is_watched)
         self._recorder.like = None if self._eager.is_watched else self.steps.record_to_follow(planned)
         self._recorder.bare = self.steps.bare
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
-        self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)
-        self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
+        self._announcements.begin_step(self._recorder, first=self.step is None, unseen_bytes=unseen_bytes)
+        self.state.under_way = True
         if any(owner is not self and owner.in_flight for owner, *_ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
 
     def _after_backward(self) -> None:
-        if self.state is not StepState.INTERRUPTED:
+        if not self.state.interrupted:
             self._end_step()
 
     def _end_step(self) -> None:
         """Take over a step that is over."""
-        if self._recorder.over and self.state is StepState.BETWEEN:
+        if self._recorder.over:
             return
         with self._update():
-            if not self.in_flight and not self._recorder.over and self._recorder.complete:
+            if not self.in_flight and self._recorder.complete:
                 self._eager.end_step(seen=self.steps.add(self._recorder))
-            self._machine.on(StepEvent.END)
 
     def _new_recorder(self, *, watched: bool) -> None:
-        self._recorder = StepRecorder(self._machine, watched=watched)
+        self._recorder = StepRecorder(self.state, watched=watched)
         self._announcements.begin_step(self._recorder)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
         """The program that the plan of the step has for its next forward; None if there is none."""
-        if self._plan is None:
+        if self.step is None:
             return None
-        for position in range(self._position, len(self._plan.graphs)):
-            program, graph = self._plan.programs[position], self._plan.graphs[position]
+        for position in range(self._position, len(self.step.graphs)):
+            program, graph = self.step.programs[position], self.step.graphs[position]
             if graph is planned or (planned.replaceable and graph.key == planned.key):
                 self._position = position + 1
                 if program is None:
@@ -386,7 +373,7 @@ class Coordinator:
         if run in self._pending:
             self._pending.remove(run)
         if not self._pending:
-            self._machine.on(StepEvent.NONE_WAITS)
+            self.state.under_way = False
 
 
 _IN_FLIGHT: dict[int, tuple[Coordinator, Run, weakref.ref[torch.UntypedStorage]]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -19,15 +18,10 @@ from checkmate.torch._compat.engine import current_backward
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import storage_key, strided_parts
 
-
-@dataclass(frozen=True, slots=True)
-class EagerOp:
-    """An op that has run outside of planned graphs, and those of its arguments and results that have memory."""
-
-    given: Sequence[torch.Tensor]
-    made: Sequence[torch.Tensor]  # results with new storages
-    peak_bytes: int  # most bytes that it had allocated at once: results and scratch memory of its kernels; 0 if not measured
-    is_exchange: bool  # whether it is a collective of a backward, as of the gradient buckets of ``DistributedDataParallel``
+Report = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], int, bool], None]
+"""Takes an op that has run outside of planned graphs: its arguments with memory, its results with new storages, the most bytes
+that it had allocated at once (results and scratch memory of its kernels; 0 if not measured), and whether it is a collective of a
+backward, as of the gradient buckets of ``DistributedDataParallel``."""
 
 
 class EagerWatch(TorchDispatchMode):
@@ -41,7 +35,7 @@ class EagerWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, report: Callable[[EagerOp], None]) -> None:
+    def __init__(self, report: Report) -> None:
         super().__init__()
         self._report = report
         self.paused = False  # whether nothing is reported: a planned graph runs, or Dynamo compiles
@@ -67,21 +61,14 @@ class EagerWatch(TorchDispatchMode):
             peak_bytes = trace.peak()
         known = {storage_key(t) for t in given}
         made = [t for t in _parts(results) if storage_key(t) not in known]
-        self._report(EagerOp(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0))
+        self._report(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0)
         return results
-
-    def end(self) -> bool:
-        """Take the mode off, and return whether that was possible. A mode that was begun later has to end first."""
-        if top_mode() is not self:
-            return False
-        self.__exit__(None, None, None)
-        return True
 
 
 class EagerCode:
     """The watch of eager code, and the compiled functions whose calls are watched."""
 
-    def __init__(self, report: Callable[[EagerOp], None]) -> None:
+    def __init__(self, report: Report) -> None:
         self._report = report
         self._watch: EagerWatch | None = None
         self._complete = True  # whether all watched eager code was measured
@@ -106,9 +93,12 @@ class EagerCode:
 
     def end(self) -> None:
         """Take the watch off. Autograd undoes this while autograd runs; an interrupt may have come before the watch began."""
-        if self._watch is not None and current_backward() < 0 and (top_mode() is None or self._watch.end()):
-            self._complete = self._watch.complete
-            self._watch = None
+        watch, top = self._watch, top_mode()
+        if watch is None or current_backward() >= 0 or (top is not None and top is not watch):
+            return  # a mode that was begun later has to end first
+        if top is watch:
+            watch.__exit__(None, None, None)
+        self._complete, self._watch = watch.complete, None
 
     def pause(self, paused: bool) -> None:
         """Stop reporting the ops that run from now on, or report them again."""

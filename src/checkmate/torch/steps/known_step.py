@@ -15,7 +15,6 @@ from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import StepRecorder, StepSequence
 from checkmate.torch.steps.run import SeenStorage, StorageRef, gradient_parts
-from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
 
@@ -163,30 +162,16 @@ class KnownStep:
         complete = not record.abandoned and all(run.tensors and not run.planned.dynamic for run in record.runs)
         return record if complete and self.first is first else None
 
-    def facts(self, room: StepRoom, allotted: StepAllotment | None, compiled_for_plan: bool) -> StepFacts:
-        """The facts that decide how the step runs, given the allotment of its first graph."""
-        runs, first, earlier = self.recorder.runs, self.first, room.earlier
-        fused = [run.planned for run in runs if not run.planned.replaceable]
-        is_own_plan = (
-            len(runs) == 1
+    def runs_own_plan(self, room: StepRoom) -> bool:
+        """Whether the step is one graph, whose own plan is for the gradients that exist."""
+        run, *more = self.recorder.runs
+        first, gradients = self.first, room.gradients
+        return (
+            not more
             and first.alone
-            and not runs[0].undefined
+            and not run.undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
-            and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
-        )
-        keeps_budget = can_shrink = False
-        if is_own_plan:
-            most, memory = self.most_bytes(allotted), first.own.memory
-            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
-            less = most - max(earlier)
-            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
-            can_shrink = smaller and bool(fused) and first.ranks is None
-        return StepFacts(
-            plan_given=any(run.planned.options.plan is not None for run in runs),
-            keeps_budget=keeps_budget,
-            can_shrink=can_shrink,
-            compiled_for_plan=compiled_for_plan,
-            from_cache=any(run.planned.joint is None for run in runs),
+            and first.own.accumulated.intersection(run.places(gradients.existing)) == gradients.accumulated[0]
         )
 
     def most_bytes(self, allotted: StepAllotment | None) -> int:
@@ -203,7 +188,7 @@ class KnownStep:
         return free + first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
 
 
-class _Outliving(NamedTuple):
+class Outliving(NamedTuple):
     """A storage of an earlier step."""
 
     storage: StorageRef  # not kept alive
@@ -214,7 +199,7 @@ class _Outliving(NamedTuple):
 
 
 class _EagerLeftover(NamedTuple):
-    """A storage that eager code made and that outlived its step; fields as of `_Outliving`."""
+    """A storage that eager code made and that outlived its step; fields as of `Outliving`."""
 
     size_bytes: int
     last: int
@@ -236,13 +221,13 @@ class OutlivingStorages:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, _Outliving] = {}
+        self._found: dict[int, Outliving] = {}
         self._number = 0
         self._newest: dict[StepSequence, int] = {}  # number of the newest step of each kind
         self._eager: dict[StepSequence, list[_EagerLeftover]] = {}  # of the steps of each kind in which eager code was seen
         self._unseen: dict[StepSequence, list[_EagerLeftover]] = {}  # those of them that were not found after the newest step
-        self._held: set[StepSequence] = set()  # kinds of steps that end before those storages are freed
-        self._besides: dict[StepRecorder, dict[int, _Outliving]] = {}  # those that a step of a kind is not given
+        self.held = set[StepSequence]()  # kinds of steps whose storages are held until the next step of the kind is over
+        self._besides: dict[StepRecorder, dict[int, Outliving]] = {}  # those that a step of a kind is not given
 
     def add(self, recorder: StepRecorder) -> None:
         """Take over the storages that a step leaves at its end."""
@@ -263,12 +248,12 @@ class OutlivingStorages:
             elif last is not None and seen.eager is not None and key not in gradients:  # those are looked up by their leaves
                 eager.append(_EagerLeftover(seen.size_bytes, last))
             made = None if last is None else sequence
-            self._note(key, _Outliving(seen.storage, seen.size_bytes, made, last or 0, self._number))
+            self._note(key, Outliving(seen.storage, seen.size_bytes, made, last or 0, self._number))
         self._unseen[sequence] = unseen
         if recorder.watched:
             self._eager[sequence] = eager
 
-    def _note(self, key: int, known: _Outliving) -> None:
+    def _note(self, key: int, known: Outliving) -> None:
         self._found[key] = known
         for recorder, besides in self._besides.items():
             if (storage := known.storage()) is not None and not recorder.is_given(key, storage):
@@ -281,7 +266,7 @@ class OutlivingStorages:
     def outlived(self, recorder: StepRecorder, gradients: Collection[int]) -> int:
         """Bytes of the step before that were expected to be freed, and are still alive at the end of a step of the same kind."""
         sequence, newest = recorder.sequence, self._newest.get(recorder.sequence)
-        if sequence in self._held:
+        if sequence in self.held:
             return 0
         return sum(
             known.size_bytes
@@ -289,10 +274,6 @@ class OutlivingStorages:
             if known.sequence == sequence and known.number == newest and known.last < len(recorder.segments)
             if key not in gradients and (storage := known.storage()) is not None and not recorder.is_given(key, storage)
         )
-
-    def expect_held(self, recorder: StepRecorder) -> None:
-        """Expect all storages that steps of a kind make to be held until the next step of the kind is over."""
-        self._held.add(recorder.sequence)
 
     def unseen_bytes(self, recorder: StepRecorder) -> int:
         """Bytes that eager code of the step before is expected to have left, although it was not seen."""
@@ -305,8 +286,8 @@ class OutlivingStorages:
         """
         count, sequence = len(recorder.segments), recorder.sequence
         freed = [0] * (count + 1)  # by the last interval in which a storage is alive
-        alive = self._alive(recorder, gradients).values()
-        over = sequence in self._held
+        alive = self.alive(recorder, gradients).values()
+        over = sequence in self.held
         older = over or any(known.sequence == sequence and known.number != self._newest.get(sequence) for known in alive)
         for left in self._unseen.get(sequence, ()):
             freed[count if over else left.last] += left.size_bytes
@@ -314,14 +295,11 @@ class OutlivingStorages:
             freed[known.last if known.sequence == sequence and not older else count] += known.size_bytes
         return tuple(sum(freed[interval:]) for interval in range(count + 1))
 
-    def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
-        """Bytes of the storages of earlier steps that are alive and not among the inputs of the step, by their keys."""
-        return {key: known.size_bytes for key, known in self._alive(recorder, gradients).items()}
-
-    def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Outliving]:
+    def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, Outliving]:
+        """The storages of earlier steps that are alive and not among the inputs of the step, by their keys."""
         return {key: known for key, known in self._not_given(recorder).items() if key not in gradients}
 
-    def _not_given(self, recorder: StepRecorder) -> dict[int, _Outliving]:
+    def _not_given(self, recorder: StepRecorder) -> dict[int, Outliving]:
         """Storages that are alive, and were not among the inputs of a step when it was recorded, by their keys."""
         found = self._besides.get(recorder)
         if found is None:

@@ -22,7 +22,6 @@ from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
 from checkmate.torch.steps.recorder import StepRecorder
-from checkmate.torch.steps.state import PlanDecision
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom, plan_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -82,7 +81,7 @@ class KnownSteps:
         outlived = self._outliving.outlived(recorder, gradients)
         if outlived <= ignored_bytes:
             return
-        self._outliving.expect_held(recorder)
+        self._outliving.held.add(recorder.sequence)
         plans = [known.plan.result for known in step.plans.values() if known.plan is not None]
         if outlived > min((result.budget_bytes - result.peak_bytes for result in plans), default=0):
             self._warn_once(
@@ -209,7 +208,7 @@ class KnownSteps:
         record, first = step.recorder, step.first
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
-        known = gradients | self._outliving.alive(record, gradients)
+        known = gradients | {key: left.size_bytes for key, left in self._outliving.alive(record, gradients).items()}
         inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
@@ -256,27 +255,33 @@ class KnownSteps:
             _log.warning(message, *args)
 
     def _planned(self, step: KnownStep, room: StepRoom) -> KnownPlan:
-        """The outcome of the decision about a step."""
+        """How a step runs: as its graphs were compiled, as they are compiled again, or by one plan."""
         graphs = [run.planned for run in step.recorder.runs]
-        allotted = self._allotments.get(step.first.key) if self._allotments else None
+        first, earlier, as_compiled = step.first, room.earlier, KnownPlan(None, room.earlier)
+        if any(planned.options.plan is not None for planned in graphs):
+            return as_compiled
+        allotted = self._allotments.get(first.key) if self._allotments else None
         fused = [planned for planned in graphs if not planned.replaceable]
-        compiled_for_plan = bool(fused and self._allotments) and all(planned.key in self._allotments for planned in fused)
-        match step.facts(room, allotted, compiled_for_plan).decide():
-            case PlanDecision.PLAN:
-                return self._planned_as_one(step, room)
-            case PlanDecision.COMPILE_FOR_LESS:
-                less = step.most_bytes(allotted) - max(room.earlier)
+        if step.runs_own_plan(room):
+            most, memory = step.most_bytes(allotted), first.own.memory
+            if memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most:
+                return as_compiled
+            less = most - max(earlier)
+            if less > 0 and (allotted is None or less < allotted.limit.peak_bytes) and fused and first.ranks is None:
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
-                self._allot(step.first, StepAllotment.of_only_graph(less))
-            case PlanDecision.TRACE_AGAIN:
-                cached = [planned for planned in graphs if planned.joint is None]
-                _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
-                self._traces_again = True
-                for planned in cached:
-                    _compile_again(planned)
-            case PlanDecision.KEEP:
-                pass
-        return KnownPlan(None, room.earlier)
+                self._allot(first, StepAllotment.of_only_graph(less))
+                return as_compiled
+        if fused and self._allotments and all(planned.key in self._allotments for planned in fused):
+            return as_compiled
+        cached = [planned for planned in graphs if planned.joint is None]
+        if not cached:
+            return self._planned_as_one(step, room)
+        # Nothing can be planned without a trace.
+        _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
+        self._traces_again = True
+        for planned in cached:
+            planned.recompile()
+        return as_compiled
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
         plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)
@@ -296,7 +301,7 @@ class KnownSteps:
         return KnownPlan(None, room.earlier)
 
     def _allot(self, planned: PlannedGraph, allotment: StepAllotment) -> None:
-        _compile_again(planned)  # first: after an interrupt, a graph with an allotment must count as compiled for it
+        planned.recompile()  # first: after an interrupt, a graph with an allotment must count as compiled for it
         self._allotments[planned.key] = allotment
 
     def _compile_again(self, step: KnownStep) -> None:
@@ -305,8 +310,3 @@ class KnownSteps:
         nothing = (step.first.outside_bytes,) * (len(step.recorder.segments) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again
             step.plans[gradients] = self._planned(step, StepRoom(gradients, step.recorder.gradient_bytes, nothing))
-
-
-def _compile_again(planned: PlannedGraph) -> None:
-    if planned.recompile is not None:
-        planned.recompile()

@@ -92,7 +92,7 @@ class PlannedGraph:
     resident: ResidentMemory  # memory besides the graph's inputs when it was compiled
     planned_gradient_bytes: int  # gradients that the own plan counts as resident
     ranks: Ranks | None  # ranks that plan together
-    recompile: Callable[[], None] | None  # has Dynamo compile the graph again at its next call; None if Dynamo did not compile it
+    recompile: Callable[[], None]  # has Dynamo compile the graph again at its next call, if Dynamo compiled it
     # Resident bytes that are looked up again when a step begins: all tensors that are neither inputs nor gradients, and the
     # state that optimizers will make.
     outside_bytes: int = 0
@@ -123,7 +123,7 @@ class PlannedGraph:
         """
         graph = self.interface.whole
         scalar = [] if graph.boundary is None else [is_scalar_tangent(graph.values[v]) for v in graph.ops[graph.boundary].outputs]
-        if len(scalar) == len(self.tangents) and any(scalar):
+        if len(scalar) == len(self.interface.tangents) and any(scalar):
             others = frozenset(t for t, loss in enumerate(scalar) if not loss)
             graph = self.captured(others, self.own.accumulated).capture.graph if others else graph
         if graph.boundary is None:
@@ -140,7 +140,7 @@ class PlannedGraph:
                     replace(self.traced, capture=self.traced.whole)
                     if whole
                     else self.traced.changed(
-                        lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
+                        lambda module: accumulating(without_tangents(module, undefined), self.interface.num_outputs, accumulated)
                     )
                 )
         return self._joints[key]
@@ -166,7 +166,7 @@ class PlannedGraph:
                 undefined,
                 accumulated,
                 joint.capture is not joint.whole,
-                saved_symbols(forward, self.num_outputs),
+                saved_symbols(forward, self.interface.num_outputs),
                 boxed(forward),
                 boxed(backward),
             )
@@ -176,7 +176,7 @@ class PlannedGraph:
         """Inputs that no gradient flows into: autograd has None for them, and not zeros."""
         joint = self.captured(undefined, self.own.accumulated).whole.joint
         gradients: Any = joint.graph.output_node().args[0]
-        return [k for k, gradient in enumerate(gradients[self.num_outputs :]) if gradient is None]
+        return [k for k, gradient in enumerate(gradients[self.interface.num_outputs :]) if gradient is None]
 
     @functools.cached_property
     def keeping_everything(self) -> Program:
@@ -185,16 +185,6 @@ class PlannedGraph:
             return self.own
         joint = self.captured(frozenset(), frozenset())
         return self.program(frozenset(), frozenset(), range(len(joint.capture.graph.ops)), joint)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of results of the forward that go to the caller."""
-        return self.interface.num_outputs
-
-    @property
-    def tangents(self) -> tuple[Tangent, ...]:
-        """The gradients that the backward reads, in the order of its arguments."""
-        return self.interface.tangents
 
     @property
     def traced(self) -> CapturedJoint:
@@ -206,7 +196,7 @@ class PlannedGraph:
     def materialized(self, tangents: Sequence[Any], undefined: frozenset[int] = frozenset()) -> list[Any]:
         """The tangents of a backward, with zeros for those that are None."""
         found = list(tangents)
-        for t, (shape, stride, dtype, device) in enumerate(self.tangents):
+        for t, (shape, stride, dtype, device) in enumerate(self.interface.tangents):
             if found[t] is None and t not in undefined:
                 found[t] = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         return found
@@ -234,12 +224,12 @@ class PlannedGraph:
         """
         assert self.keeping_everything.forward is not None
         results = list(self.keeping_everything.forward(args))
-        results.insert(self.num_outputs, torch.empty(0, dtype=torch.uint8))
+        results.insert(self.interface.num_outputs, torch.empty(0, dtype=torch.uint8))
         return results
 
     def backward_through_hooks(self, args: list[Any]) -> Any:
         """Run the backward of `forward_through_hooks`."""
-        first = len(args) - len(self.tangents)
+        first = len(args) - len(self.interface.tangents)
         assert self.keeping_everything.backward is not None
         args[first:] = self.materialized(args[first:])
         return self.keeping_everything.backward(args)
@@ -253,16 +243,18 @@ class PlannedGraph:
         run, inputs = self._gradients_alone
         values = arguments.unchanged(inputs)
         with generators_restored():
-            if arguments.random_state is not None:
-                arguments.random_state()
+            if arguments.random_states is not None:
+                cpu, cuda = arguments.random_states
+                torch.set_rng_state(cpu)
+                torch.cuda.set_rng_state_all(cuda)
             return list(run([*values, *self.materialized(tangents)]))
 
     @functools.cached_property
     def _gradients_alone(self) -> tuple[BoxedRun, list[int]]:
         """The joint graph without effects, which returns the gradients, and the tensor inputs that decide the gradients."""
-        graph = accumulating(self.traced.whole.joint, self.num_outputs, frozenset()).graph
+        graph = accumulating(self.traced.whole.joint, self.interface.num_outputs, frozenset()).graph
         output = graph.output_node()
-        output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
+        output.args = (tuple(output.args[0][self.interface.num_outputs :]),)  # type: ignore[index]
         for node in graph.nodes:
             node.args = used_arguments(node)
         for node in reversed(list(graph.nodes)):
@@ -283,7 +275,7 @@ class PlannedGraph:
     @property
     def random_state_bytes(self) -> int:
         """Bytes of the random state that a forward keeps for `late_backward`; the state of a CUDA device is in main memory."""
-        on_cpu = all(device.type == "cpu" for *_, device in self.tangents)
+        on_cpu = all(device.type == "cpu" for *_, device in self.interface.tangents)
         return torch.get_rng_state().nbytes if self.random and on_cpu else 0
 
 
@@ -308,17 +300,20 @@ class StepAllotment:
 
 
 class ForwardArguments:
-    """The arguments of a forward, tensors by weak references, and the random state with which it began."""
+    """The arguments of a forward, tensors by weak references, and the states of the random generators when it began."""
 
     def __init__(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
         self._arguments = [weakly(a) for a in args]
-        self._versions = [_version_of(a) for a in args]
-        self.random_state = _random_state() if planned.random else None
+        self._versions = [version_of(a) for a in args]
+        self.random_states: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # of the CPU and of each CUDA device
+        if planned.random:
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            self.random_states = torch.get_rng_state(), cuda
 
     def unchanged(self, positions: Iterable[int]) -> list[Any]:
         """The arguments, if those at some positions are alive and were not overwritten."""
         found = [argument() for argument in self._arguments]
-        if any(found[k] is None or _version_of(found[k]) != self._versions[k] for k in positions):
+        if any(found[k] is None or version_of(found[k]) != self._versions[k] for k in positions):
             raise LateGradientError(
                 "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed "
                 "or overwritten",
@@ -337,18 +332,6 @@ def weakly(argument: Any) -> Callable[[], Any]:
     return weakref.ref(argument) if isinstance(argument, torch.Tensor) else lambda: argument
 
 
-def _version_of(argument: Any) -> int:
+def version_of(argument: Any) -> int:
     """How often a tensor has been overwritten; 0 for other arguments."""
     return argument._version if isinstance(argument, torch.Tensor) and not argument.is_inference() else 0
-
-
-def _random_state() -> Callable[[], None]:
-    """A function that restores the present state of all random generators."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state_all(cuda)
-
-    return restore

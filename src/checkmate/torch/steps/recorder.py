@@ -22,7 +22,7 @@ import torch
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.run import Run, Seen, SeenStorage, StorageRefs, gradients_of, storage_refs
-from checkmate.torch.steps.state import StateMachine
+from checkmate.torch.steps.state import StepState
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
 """Identity of a step: graph and run of each segment, and the undefined tangents of a backward."""
@@ -35,7 +35,7 @@ class StepRecorder:
     An exception at any line of a method leaves a record on which every other method runs.
     """
 
-    machine: StateMachine
+    state: StepState
     watched: bool = False  # whether eager code is seen
     like: StepRecorder | None = None  # the record that this step follows so far
     bare: bool = False  # whether no leaf of that record had a gradient when this step began
@@ -247,7 +247,7 @@ class StepRecorder:
 
     def end_forward(self, run: Run, results: Sequence[Any]) -> None:
         """Record the results of a forward: outputs that it returns to its caller, and then saved tensors."""
-        outputs = results[: run.planned.num_outputs]
+        outputs = results[: run.planned.interface.num_outputs]
         if self.like is None:
             run.held = {key: size for key, size in _storages(results).items() if key not in run.inputs}
             run.made = self._results(outputs)
@@ -379,7 +379,7 @@ class StepRecorder:
         self._finalizers.append(finalizer)
 
     def _free(self, key: int, seen: SeenStorage) -> None:
-        with self.machine.update():
+        with self.state.update():
             if self._present.get(key) is seen:
                 del self._present[key]
             if not self.over:

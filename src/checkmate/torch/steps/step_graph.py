@@ -59,9 +59,8 @@ class ObservedStep:
     storages: Mapping[int, Storage]  # that a segment was given or made, or that eager code held over segments, by identity
     resident_bytes: int  # that are allocated before, during and after the step
     eager_bytes: int = 0  # peak bytes of eager code after the last segment, besides the listed storages
-    accumulated: frozenset[int] = (
-        frozenset()
-    )  # storages of gradients that are added to existing ones after their segment, and freed
+    # Storages of gradients that are added to existing ones after their segment, and freed.
+    accumulated: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -26,10 +25,8 @@ from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.recorder import StepRecorder
-from checkmate.torch.steps.run import Run, Seen, SeenStorage
+from checkmate.torch.steps.run import Seen, SeenStorage
 from checkmate.torch.steps.step_graph import ObservedStep, Segment, StepGraph, Storage, step_graph
-
-_log = logging.getLogger("checkmate.torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +81,15 @@ class _StepPlanner:
     def __init__(self, recorder: StepRecorder, room: StepRoom) -> None:
         self._recorder, self._room = recorder, room
         graphs = [run.planned for run in recorder.runs]
-        self._places = [(run.planned, run.undefined, added) for run, added in self._runs()]
-        self._joints = [planned.captured(undefined, added) for planned, undefined, added in self._places]
+        self._runs = list(zip(recorder.runs, room.gradients.accumulated, strict=True))
+        self._joints = [run.planned.captured(run.undefined, added) for run, added in self._runs]
         self._first = graphs[0]
         if len({g.budget for g in graphs}) > 1:  # all of them hold for the process
             whole = self._captured(self._joints).graph
             self._first = min(graphs, key=lambda g: resolved_budget(g.budget, whole, g.options.counted))
 
-    def _runs(self) -> list[tuple[Run, frozenset[int]]]:
-        return list(zip(self._recorder.runs, self._room.gradients.accumulated, strict=True))
-
     def _captured(self, joints: Sequence[CapturedJoint]) -> _CapturedStep:
-        stitched = step_graph(observed_step(self._recorder, [captured_graph(joint.capture) for joint in joints], self._room))
+        stitched = step_graph(_Observation(self._recorder, self._room).step([captured_graph(joint.capture) for joint in joints]))
         return _CapturedStep(tuple(joints), stitched, stitched.graph)
 
     def _measurable_bytes(self, step: _CapturedStep) -> int:
@@ -105,7 +99,7 @@ class _StepPlanner:
         return budget_bytes - step.graph.resident_bytes - max(earlier) + min(earlier)  # the rest is freed in the step
 
     def _measure(self) -> None:
-        self._joints = [planned.measured(undefined, added) for planned, undefined, added in self._places]
+        self._joints = [run.planned.measured(run.undefined, added) for run, added in self._runs]
 
     def _measure_in_room(self) -> None:
         room = -1
@@ -123,12 +117,10 @@ class _StepPlanner:
         self._measure_in_room()
         while True:
             as_it_is = self._captured(self._joints)
-            chunkable = self._chunkable(as_it_is)
             room_bytes = self._measurable_bytes(as_it_is)
             try:
                 with within_room(room_bytes):
-                    pieces = None if whole_ops else _in_pieces(first, chunkable)
-                    step, result = pieces or _agreed(first, as_it_is)
+                    step, result = self._solved(as_it_is, whole_ops)
                 break
             except InfeasibleBudgetError:
                 if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
@@ -142,10 +134,33 @@ class _StepPlanner:
         with within_room(room_bytes):
             programs = {
                 run: run.planned.program(run.undefined, added, order, joint)
-                for (run, added), order, joint in zip(self._runs(), orders, step.joints, strict=True)
+                for (run, added), order, joint in zip(self._runs, orders, step.joints, strict=True)
             }
         forwards = self._recorder.forwards
         return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, step.graph)
+
+    def _solved(self, step: _CapturedStep, whole_ops: bool) -> tuple[_CapturedStep, Result]:
+        """The plan of a step. If several ranks plan together, rank 0 makes it for all of them."""
+        first, options = self._first, self._first.options
+        if first.ranks is not None:
+
+            def plan(graph: Graph) -> Result:
+                now = replace(step, graph=graph)
+                return _of_larger(options, now) or _plan(options, now)
+
+            graph, result = plan_on_rank0(first.ranks, step.graph, f"a budget of {first.budget} for a step", plan)
+            return replace(step, graph=graph), result
+        known = _of_larger(options, step)
+        if known is not None or whole_ops or first.chunks is None:
+            return step, known or _plan(options, step)
+        budget_bytes = resolved_budget(first.budget, step.graph, options.counted)
+        within = replace(options, budget=first.budget.with_total(budget_bytes, step.graph))
+
+        def solve(variant: _CapturedStep, time_s: float | None) -> Result:
+            return _plan(replace(within, time_limit_s=time_s), variant)
+
+        pieces = choose_chunks(self._chunkable(step), first.chunks, budget_bytes, options.time_limit_s, solve)
+        return pieces or (step, _plan(options, step))
 
     def _chunkable(self, whole: _CapturedStep) -> ChunkableStep[_CapturedStep]:
         """The step, with regions that can run piece by piece."""
@@ -157,35 +172,6 @@ class _StepPlanner:
             return self._captured([new[joint] for joint in whole.joints])
 
         return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
-
-
-def _agreed(first: PlannedGraph, step: _CapturedStep) -> tuple[_CapturedStep, Result]:
-    """The plan of a step. If several ranks plan together, rank 0 makes it for all of them."""
-
-    def plan(graph: Graph) -> Result:
-        now = replace(step, graph=graph)
-        return _of_larger(first.options, now) or _plan(first.options, now)
-
-    if first.ranks is None:
-        return step, plan(step.graph)
-    graph, result = plan_on_rank0(first.ranks, step.graph, f"a budget of {first.budget} for a step", plan)
-    return replace(step, graph=graph), result
-
-
-def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep]) -> tuple[_CapturedStep, Result] | None:
-    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain."""
-    if first.chunks is None:
-        return None
-    known = _of_larger(first.options, step.whole)
-    if known is not None:
-        return step.whole, known
-    budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
-    options = replace(first.options, budget=first.budget.with_total(budget_bytes, step.whole.graph))
-
-    def solve(variant: _CapturedStep, time_s: float | None) -> Result:
-        return _plan(replace(options, time_limit_s=time_s), variant)
-
-    return choose_chunks(step, first.chunks, budget_bytes, options.time_limit_s, solve)
 
 
 def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
@@ -225,16 +211,14 @@ _Span = tuple[int, int]
 """First and last interval in which a storage is alive."""
 
 
-def observed_step(record: StepRecorder, graphs: Sequence[CapturedGraph], room: StepRoom) -> ObservedStep:
-    """A recorded step as data for planning, after its end, with the captured graph of each run."""
-    return _Observation(record, room).step(graphs)
-
-
 class _Observation:
+    """A recorded step as data for planning, after its end."""
+
     def __init__(self, record: StepRecorder, room: StepRoom) -> None:
         self._record, self._room, self._count = record, room, len(record.segments)
         self._number = {seen: number for number, seen in enumerate(record.storages)}
-        self._released = [now - then for now, then in zip(room.earlier, room.earlier[1:], strict=False)] + [0]  # by interval
+        # Bytes that earlier steps left and that are freed in this one, by interval.
+        self._released = [now - then for now, then in zip(room.earlier, room.earlier[1:], strict=False)] + [0]
         self._spans: dict[SeenStorage, _Span] = {}  # of results of segments, and of storages that eager code held over one
         for seen in record.storages:
             last = self._count if seen.last is None else seen.last
@@ -244,6 +228,7 @@ class _Observation:
                 self._spans[seen] = seen.eager, last
 
     def step(self, graphs: Sequence[CapturedGraph]) -> ObservedStep:
+        """The step, with the captured graph of each run."""
         record, room, index = self._record, self._room, {run: r for r, run in enumerate(self._record.runs)}
         segments = tuple(
             Segment(
@@ -257,7 +242,8 @@ class _Observation:
         )
         crossing = {s for segment in segments for s in (*segment.given, *segment.made) if s is not None}
         storages = {number: self._storage(record.storages[number]) for number in crossing}
-        for storage in (*self._eager_storages(crossing), *self._released_storages()):
+        released = (Storage(size_bytes=n, first=0, last=at, released=at > 0) for at, n in enumerate(self._released) if n > 0)
+        for storage in (*self._eager_storages(crossing), *released):
             storages[len(record.storages) + len(storages)] = storage
         existing = room.gradients.existing
         gradients = [run.gradients[k] for run in record.runs for k in run.places(existing)]
@@ -276,11 +262,8 @@ class _Observation:
             storages=storages,
             eager_bytes=self._transient_bytes(self._count),
             resident_bytes=record.input_bytes + room.earlier[-1] + extra + room.gradient_bytes,
-            accumulated=frozenset(self._number[seen] for seen in gradients if seen is not None and self._is_freed(seen)),
+            accumulated=frozenset(self._number[s] for s in gradients if s and s.last is not None and s.last < self._count),
         )
-
-    def _is_freed(self, seen: SeenStorage) -> bool:
-        return seen.last is not None and seen.last < self._count
 
     def _numbers(self, storages: Seen) -> tuple[int | None, ...]:
         return tuple(None if seen is None else self._number[seen] for seen in storages)
@@ -312,11 +295,6 @@ class _Observation:
         return [
             Storage(size_bytes=size, first=first, last=last, released=early) for ((first, last), early), size in sizes.items()
         ]
-
-    def _released_storages(self) -> Iterable[Storage]:
-        """Storages that earlier steps left and that are freed in this one, by interval."""
-        sizes = enumerate(self._released)
-        return (Storage(size_bytes=size, first=0, last=at, released=at > 0) for at, size in sizes if size > 0)
 
     def _transient_bytes(self, interval: int) -> int:
         """Peak bytes in an interval, besides the storages that are alive there by the account of `step_graph`.
