@@ -35,7 +35,7 @@ _DYNAMO_CONFIG = {
     "trace_autograd_ops": True,  # the backward of a whole step is a call of torch.autograd.grad
     "optimize_ddp": False,  # it cuts the graph at the buckets of DistributedDataParallel
 }
-if torch.__version__ < (2, 13):  # it would go on training a layer that is frozen later
+if torch.__version__ < "2.13":  # it would go on training a layer that is frozen later
     _DYNAMO_CONFIG["skip_tensor_guards_with_matching_dict_tags"] = False
 _LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
