@@ -13,6 +13,7 @@ import torch
 from checkmate.torch import measure_peak
 from checkmate.torch.steps import coordinator as coordinators
 from checkmate.torch.steps.coordinator import coordinator
+from checkmate.torch.steps.state import StepState
 from tests.torch.compilation.test_coordinator import QUICK, Classifier
 from tests.torch.steps import live_bytes
 
@@ -56,7 +57,7 @@ def test_two_threads_train_two_models(caplog: pytest.LogCaptureFixture) -> None:
     for mine, its in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
     assert caplog.text.count("two threads train at once") == 1
-    assert not coordinator().in_flight
+    assert coordinator().state is StepState.BETWEEN
 
 
 def test_a_backward_belongs_to_the_step_of_its_forward_in_whatever_thread_it_runs() -> None:
@@ -77,7 +78,7 @@ def test_a_backward_belongs_to_the_step_of_its_forward_in_whatever_thread_it_run
 
     expected = gradients(threaded=False)
     assert all(all(map(torch.equal, gradients(threaded=True), expected)) for _ in range(2))
-    assert coordinator().step is not None and not coordinator().in_flight
+    assert coordinator().step is not None and coordinator().state is StepState.BETWEEN
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_the_step_after_an_exception_runs_whatever_line_it_came_at(error: type[B
     line = 1
     while is_interrupted_at(line):
         assert all(map(torch.equal, gradients(), expected))
-        assert not coordinator().state.interrupted and not coordinator().in_flight
+        assert coordinator().state is StepState.BETWEEN
         line += stride
     for _ in range(2):
         gradients()

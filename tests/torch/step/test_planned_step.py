@@ -95,6 +95,21 @@ class Counted:
         return Auto().run(problem, session)
 
 
+def test_the_last_plan_of_a_model_that_returns_its_loss() -> None:
+    """Its graph is a whole step: the plan that was made at compile is the step's."""
+    torch._dynamo.reset()
+    coordinator().forget_steps()
+    model, x = network(), torch.ones(ROWS, 16)
+    run = torch.compile(lambda: model(x).square().mean(), backend="checkmate", options={"budget": "1MiB", "costs": "estimated"})
+    for _ in range(2):
+        run().backward()
+        model.zero_grad()
+    planned = last_plan()
+    assert planned is not None
+    assert planned.result.peak_bytes <= planned.result.budget_bytes
+    assert "peak" in str(planned.explain())
+
+
 def test_a_smaller_last_batch_is_not_searched_for() -> None:
     """Training would stop for up to the time limit at the end of the first epoch, for one batch."""
     step = step_within("60%", solver=(solver := Counted()))

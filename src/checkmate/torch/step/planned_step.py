@@ -223,7 +223,8 @@ def last_plan() -> PlannedStep | None:
     """The plan of the newest step of ``torch.compile(model, backend="checkmate", ...)``.
 
     Returns:
-        The plan; None before the second step, because the first one is recorded for a plan of the whole step.
+        The plan; None before the second step if the model does not return its loss: the first step is then recorded for a plan
+        of the whole step.
 
     Examples:
         >>> import torch
@@ -235,5 +236,5 @@ def last_plan() -> PlannedStep | None:
         >>> planned.result.peak_bytes <= 2**20
         True
     """
-    step = coordinator().step
-    return None if step is None else PlannedStep(graph=step.graph, result=step.result)
+    planned = coordinator().planned
+    return None if planned is None else PlannedStep(graph=planned[0], result=planned[1])

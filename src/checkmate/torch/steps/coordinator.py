@@ -5,7 +5,8 @@ when its first graph begins again after an optimizer has run: the user holds the
 backward may never run. When a step runs for the first time, `StepRecorder` records its segments, and the graphs run their own
 programs. When the step begins again, `KnownSteps` plans it as a whole, and each of its forwards runs the program of its place in
 the plan. Several kinds of steps may begin with the same graph: the coordinator expects the kind that followed the same step
-before. A step that turns out differently runs the graphs' own programs, and is planned in turn.
+before. A step that turns out differently runs the graphs' own programs, and is planned in turn. `StateMachine` has the states of
+a step.
 
 A forward returns one more tensor for autograd to save. It is empty, and only tells to which forward a backward belongs.
 """
@@ -26,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from checkmate.core.budget import Budget
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.torch._compat.dynamo import untraced
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
@@ -34,12 +36,12 @@ from checkmate.torch.graph.storages import current_bytes, leaves, storage_key, s
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.accumulation import Accumulation
 from checkmate.torch.steps.announcements import Announcements
-from checkmate.torch.steps.eager_watch import EagerCode
+from checkmate.torch.steps.eager_watch import EagerCode, EagerOp
 from checkmate.torch.steps.known_steps import KnownSteps
 from checkmate.torch.steps.program import ForwardArguments, PlannedGraph, Program
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.run import Run
-from checkmate.torch.steps.state import StepState
+from checkmate.torch.steps.state import StateMachine, StepEvent, StepState
 from checkmate.torch.steps.step_plan import StepPlan
 
 _log = logging.getLogger("checkmate.torch")
@@ -53,11 +55,11 @@ class Coordinator:
     """The step that is under way in one thread, and the steps that were seen before."""
 
     def __init__(self) -> None:
-        self.state = StepState()
+        self._machine = StateMachine()
         self._pending: list[Run] = []  # forwards that wait for their backwards, in order
-        self._recorder = StepRecorder(self.state)
+        self._recorder = StepRecorder(self._machine)
         self.steps = KnownSteps()
-        self.step: StepPlan | None = None  # the plan of the newest step; None if it was not planned as a whole
+        self._plan: StepPlan | None = None  # of the newest step
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._announcements = Announcements(self._recorder, self._pending)
@@ -77,13 +79,18 @@ class Coordinator:
             self._recorder.close()
             self._announcements = Announcements(self._recorder, self._pending)
             self._new_recorder(watched=False)
-            self.steps, self.step = KnownSteps(), None
+            self.steps, self._plan = KnownSteps(), None
+
+    @property
+    def state(self) -> StepState:
+        """The state of the step."""
+        return self._machine.state
 
     @property
     def result(self) -> Result | None:
         """Plan of the newest step, or of its largest graph if it was not planned as a whole; None before the first step."""
-        if self.step is not None:
-            return self.step.result
+        if self._plan is not None:
+            return self._plan.result
         own = [run.planned.own.result for run in self._recorder.forwards]
         return max(own, key=lambda result: result.peak_bytes, default=None)
 
@@ -98,9 +105,22 @@ class Coordinator:
         return self._announcements.most_bytes
 
     @property
+    def step(self) -> StepPlan | None:
+        """The plan of the newest step; None if it was not planned as a whole."""
+        return self._plan
+
+    @property
+    def planned(self) -> tuple[Graph, Result] | None:
+        """Graph and plan of the newest step, or of its only graph, if that has the loss; None if neither was planned."""
+        if self._plan is not None:
+            return self._plan.graph, self._plan.result
+        alone = [run.planned for run in self._recorder.forwards if run.planned.alone and len(self._recorder.forwards) == 1]
+        return (alone[0].interface.graph, alone[0].own.result) if alone else None
+
+    @property
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
-        return self.state.under_way
+        return self._machine.is_under_way
 
     def budget_bytes(self, budget: Budget) -> int | None:
         """Bytes of a budget; None for a share before any step is planned."""
@@ -134,7 +154,7 @@ class Coordinator:
             return
         with _LOCK:
             self._recover()
-            with self.state.update():
+            with self._machine.update():
                 self.end_watch()
                 self._calling, self._budget = True, budget
                 if not self.in_flight:
@@ -143,6 +163,7 @@ class Coordinator:
                     if not self.in_flight:
                         self.steps.close(self._recorder)
                         self._new_recorder(watched=True)
+                    self._machine.on(StepEvent.WATCH)
                     self._eager.begin()
 
     def end_call(self) -> None:
@@ -165,37 +186,37 @@ class Coordinator:
                 for tensor in leaves([*optimizer.state.values()]):
                     self._recorder.keeps(tensor)
 
-    def _see_eager_op(self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], peak_bytes: int, exchange: bool) -> None:
+    def _see_eager_op(self, op: EagerOp) -> None:
         recorder = self._recorder
         with self._update():
-            for tensor in given:
+            for tensor in op.given:
                 # AOTAutograd detaches the tensors that it saves for a backward: this is not code of the user.
                 if not any(storage_key(tensor) in run.held for run in self._pending):
                     recorder.read(tensor)
-                if exchange:
+                if op.is_exchange:
                     recorder.exchanged(tensor)
-            recorder.took(peak_bytes)
-            self._announcements.of_eager_code(peak_bytes)
-            for tensor in made:
+            recorder.took(op.peak_bytes)
+            self._announcements.of_eager_code(op.peak_bytes)
+            for tensor in op.made:
                 recorder.allocated(tensor)
                 self._announcements.of_eager_code(0)
                 if self._calling and not recorder.forwards and self._budget is not None:
                     self._announcements.before_any_graph(self._budget, tensor.device)
 
     def _update(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the account of the step changes; see `StepState.update`."""
-        return self.state.update(_LOCK, self._eager.paused()) if self._eager.is_watched else self.state.update(_LOCK)
+        """Context in which the account of the step changes; see `StateMachine.update`."""
+        return self._machine.update(_LOCK, self._eager.paused()) if self._eager.is_watched else self._machine.update(_LOCK)
 
     def _recover(self) -> None:
         """Discard the whole account of a step after an exception in it, such as Ctrl-C."""
-        if not self.state.interrupted:
+        if self.state is not StepState.INTERRUPTED:
             return
         self._recorder.close()
         self._new_recorder(watched=self._eager.is_watched)
         self._pending.clear()
-        self.step, self._calling = None, False
+        self._plan, self._calling = None, False
         self._eager.pause(False)
-        self.state.throw_away()
+        self._machine.throw_away()
 
     def end_watch(self) -> None:
         """Stop watching eager code if its step is over: when an optimizer begins, or with the next call."""
@@ -210,7 +231,7 @@ class Coordinator:
             with self._eager.paused():
                 return planned.forward_through_hooks(args)
         self._recover()
-        with self.state.update():
+        with self._machine.update():
             run = self._begin_forward(planned, args)
             program = run.program
             assert program.forward is not None
@@ -259,7 +280,7 @@ class Coordinator:
         args[: planned.num_symbols] = run.symbols
         first = len(args) - len(planned.interface.tangents)
         recording = run in self._pending
-        with self.state.update() if recording else contextlib.nullcontext():
+        with self._machine.update() if recording else contextlib.nullcontext():
             if recording:
                 with self._update():
                     self._recorder.begin_backward(run, args[first:])
@@ -315,39 +336,40 @@ class Coordinator:
         if self._recorder.forwards:
             self.steps.close(self._recorder)
             self._new_recorder(watched=self._eager.is_watched)
-        self.step, self._position, self._updated = None, 0, False
-        self.step = self.steps.plan(planned, args, watched=self._eager.is_watched)
+        self._plan, self._position, self._updated = None, 0, False
+        self._plan = self.steps.plan(planned, args, watched=self._eager.is_watched)
         self._recorder.like = None if self._eager.is_watched else self.steps.record_to_follow(planned)
         self._recorder.bare = self.steps.bare
         # Eager code that is not watched is expected to take as much as in other steps.
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
-        self._announcements.begin_step(self._recorder, first=self.step is None, unseen_bytes=unseen_bytes)
-        self.state.under_way = True
+        self._announcements.begin_step(self._recorder, first=self._plan is None, unseen_bytes=unseen_bytes)
+        self._machine.on(StepEvent.BEGIN if self._plan is None else StepEvent.BEGIN_PLANNED)
         if any(owner is not self and owner.in_flight for owner, *_ in list(_IN_FLIGHT.values())):
             _warn_of_threads()
 
     def _after_backward(self) -> None:
-        if not self.state.interrupted:
+        if self.state is not StepState.INTERRUPTED:
             self._end_step()
 
     def _end_step(self) -> None:
         """Take over a step that is over."""
-        if self._recorder.over:
+        if self._recorder.over and self.state is StepState.BETWEEN:
             return
         with self._update():
-            if not self.in_flight and self._recorder.complete:
+            if not self.in_flight and not self._recorder.over and self._recorder.complete:
                 self._eager.end_step(seen=self.steps.add(self._recorder))
+            self._machine.on(StepEvent.END)
 
     def _new_recorder(self, *, watched: bool) -> None:
-        self._recorder = StepRecorder(self.state, watched=watched)
+        self._recorder = StepRecorder(self._machine, watched=watched)
         self._announcements.begin_step(self._recorder)
 
     def _planned_program(self, planned: PlannedGraph) -> Program | None:
         """The program that the plan of the step has for its next forward; None if there is none."""
-        if self.step is None:
+        if self._plan is None:
             return None
-        for position in range(self._position, len(self.step.graphs)):
-            program, graph = self.step.programs[position], self.step.graphs[position]
+        for position in range(self._position, len(self._plan.graphs)):
+            program, graph = self._plan.programs[position], self._plan.graphs[position]
             if graph is planned or (planned.replaceable and graph.key == planned.key):
                 self._position = position + 1
                 if program is None:
@@ -373,7 +395,7 @@ class Coordinator:
         if run in self._pending:
             self._pending.remove(run)
         if not self._pending:
-            self.state.under_way = False
+            self._machine.on(StepEvent.NONE_WAITS)
 
 
 _IN_FLIGHT: dict[int, tuple[Coordinator, Run, weakref.ref[torch.UntypedStorage]]] = {}

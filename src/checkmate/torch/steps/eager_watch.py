@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -18,10 +19,15 @@ from checkmate.torch._compat.engine import current_backward
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import storage_key, strided_parts
 
-Report = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], int, bool], None]
-"""Takes an op that has run outside of planned graphs: its arguments with memory, its results with new storages, the most bytes
-that it had allocated at once (results and scratch memory of its kernels; 0 if not measured), and whether it is a collective of a
-backward, as of the gradient buckets of ``DistributedDataParallel``."""
+
+@dataclass(frozen=True, slots=True)
+class EagerOp:
+    """An op that has run outside of planned graphs, and those of its arguments and results that have memory."""
+
+    given: Sequence[torch.Tensor]
+    made: Sequence[torch.Tensor]  # results with new storages
+    peak_bytes: int  # most bytes that it had allocated at once: results and scratch memory of its kernels; 0 if not measured
+    is_exchange: bool  # whether it is a collective of a backward, as of the gradient buckets of ``DistributedDataParallel``
 
 
 class EagerWatch(TorchDispatchMode):
@@ -35,7 +41,7 @@ class EagerWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Callable[[EagerOp], None]) -> None:
         super().__init__()
         self._report = report
         self.paused = False  # whether nothing is reported: a planned graph runs, or Dynamo compiles
@@ -61,14 +67,14 @@ class EagerWatch(TorchDispatchMode):
             peak_bytes = trace.peak()
         known = {storage_key(t) for t in given}
         made = [t for t in _parts(results) if storage_key(t) not in known]
-        self._report(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0)
+        self._report(EagerOp(given, made, peak_bytes, func.namespace == "c10d" and current_backward() >= 0))
         return results
 
 
 class EagerCode:
     """The watch of eager code, and the compiled functions whose calls are watched."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Callable[[EagerOp], None]) -> None:
         self._report = report
         self._watch: EagerWatch | None = None
         self._complete = True  # whether all watched eager code was measured

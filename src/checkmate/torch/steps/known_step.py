@@ -15,6 +15,7 @@ from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment
 from checkmate.torch.steps.recorder import StepRecorder, StepSequence
 from checkmate.torch.steps.run import SeenStorage, StorageRef, gradient_parts
+from checkmate.torch.steps.state import StepFacts
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom
 
 
@@ -162,16 +163,30 @@ class KnownStep:
         complete = not record.abandoned and all(run.tensors and not run.planned.dynamic for run in record.runs)
         return record if complete and self.first is first else None
 
-    def runs_own_plan(self, room: StepRoom) -> bool:
-        """Whether the step is one graph, whose own plan is for the gradients that exist."""
-        run, *more = self.recorder.runs
-        first, gradients = self.first, room.gradients
-        return (
-            not more
+    def facts(self, room: StepRoom, allotted: StepAllotment | None, compiled_for_plan: bool) -> StepFacts:
+        """The facts that decide how the step runs, given the allotment of its first graph."""
+        runs, first, earlier = self.recorder.runs, self.first, room.earlier
+        fused = [run.planned for run in runs if not run.planned.replaceable]
+        is_own_plan = (
+            len(runs) == 1
             and first.alone
-            and not run.undefined
+            and not runs[0].undefined
             and room.gradient_bytes <= first.planned_gradient_bytes
-            and first.own.accumulated.intersection(run.places(gradients.existing)) == gradients.accumulated[0]
+            and first.own.accumulated.intersection(runs[0].places(room.gradients.existing)) == room.gradients.accumulated[0]
+        )
+        keeps_budget = can_shrink = False
+        if is_own_plan:
+            most, memory = self.most_bytes(allotted), first.own.memory
+            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
+            less = most - max(earlier)
+            smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
+            can_shrink = smaller and bool(fused) and first.ranks is None
+        return StepFacts(
+            plan_given=any(run.planned.options.plan is not None for run in runs),
+            keeps_budget=keeps_budget,
+            can_shrink=can_shrink,
+            compiled_for_plan=compiled_for_plan,
+            from_cache=any(run.planned.joint is None for run in runs),
         )
 
     def most_bytes(self, allotted: StepAllotment | None) -> int:

@@ -22,6 +22,7 @@ from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
 from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.state import PlanDecision
 from checkmate.torch.steps.step_plan import Gradients, StepPlan, StepRoom, plan_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -255,33 +256,27 @@ class KnownSteps:
             _log.warning(message, *args)
 
     def _planned(self, step: KnownStep, room: StepRoom) -> KnownPlan:
-        """How a step runs: as its graphs were compiled, as they are compiled again, or by one plan."""
+        """The outcome of the decision about a step."""
         graphs = [run.planned for run in step.recorder.runs]
-        first, earlier, as_compiled = step.first, room.earlier, KnownPlan(None, room.earlier)
-        if any(planned.options.plan is not None for planned in graphs):
-            return as_compiled
-        allotted = self._allotments.get(first.key) if self._allotments else None
+        allotted = self._allotments.get(step.first.key) if self._allotments else None
         fused = [planned for planned in graphs if not planned.replaceable]
-        if step.runs_own_plan(room):
-            most, memory = step.most_bytes(allotted), first.own.memory
-            if memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most:
-                return as_compiled
-            less = most - max(earlier)
-            if less > 0 and (allotted is None or less < allotted.limit.peak_bytes) and fused and first.ranks is None:
+        compiled_for_plan = bool(fused and self._allotments) and all(planned.key in self._allotments for planned in fused)
+        match step.facts(room, allotted, compiled_for_plan).decide():
+            case PlanDecision.PLAN:
+                return self._planned_as_one(step, room)
+            case PlanDecision.COMPILE_FOR_LESS:
+                less = step.most_bytes(allotted) - max(room.earlier)
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
-                self._allot(first, StepAllotment.of_only_graph(less))
-                return as_compiled
-        if fused and self._allotments and all(planned.key in self._allotments for planned in fused):
-            return as_compiled
-        cached = [planned for planned in graphs if planned.joint is None]
-        if not cached:
-            return self._planned_as_one(step, room)
-        # Nothing can be planned without a trace.
-        _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
-        self._traces_again = True
-        for planned in cached:
-            planned.recompile()
-        return as_compiled
+                self._allot(step.first, StepAllotment.of_only_graph(less))
+            case PlanDecision.TRACE_AGAIN:
+                cached = [planned for planned in graphs if planned.joint is None]
+                _log.info("compiled again for its step: the code of %d graphs came from a cache", len(cached))
+                self._traces_again = True
+                for planned in cached:
+                    planned.recompile()
+            case PlanDecision.KEEP:
+                pass
+        return KnownPlan(None, room.earlier)
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
         plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)

@@ -22,7 +22,7 @@ import torch
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.run import Run, Seen, SeenStorage, StorageRefs, gradients_of, storage_refs
-from checkmate.torch.steps.state import StepState
+from checkmate.torch.steps.state import StateMachine
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
 """Identity of a step: graph and run of each segment, and the undefined tangents of a backward."""
@@ -35,7 +35,7 @@ class StepRecorder:
     An exception at any line of a method leaves a record on which every other method runs.
     """
 
-    state: StepState
+    machine: StateMachine
     watched: bool = False  # whether eager code is seen
     like: StepRecorder | None = None  # the record that this step follows so far
     bare: bool = False  # whether no leaf of that record had a gradient when this step began
@@ -379,7 +379,7 @@ class StepRecorder:
         self._finalizers.append(finalizer)
 
     def _free(self, key: int, seen: SeenStorage) -> None:
-        with self.state.update():
+        with self.machine.update():
             if self._present.get(key) is seen:
                 del self._present[key]
             if not self.over:
