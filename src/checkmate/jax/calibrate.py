@@ -33,14 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import (
-    ASKED,
-    BARRIERS_TO_THE_END,
-    as_varying,
-    merges_recomputations,
-    removes_barriers,
-    varying_axes,
-)
+from checkmate.jax._compat import ASKED, BARRIERS_TO_THE_END, as_varying, merges_recomputations, removes_barriers, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
