@@ -72,7 +72,7 @@ class Figures:
 
     @property
     def result(self) -> Result:
-        """The solver's result, with its proof: overhead, bound and gap."""
+        """The solver's result, with its proof: overhead, bound and gap, which hold whatever loops save."""
         return self._newest.result
 
     @property
