@@ -1,4 +1,4 @@
-"""Losses in the shape of public JAX programs, small; `SOURCES` says which. Each is `loss(parameters, *batch)` with its arguments.
+"""Networks in the shape of public JAX programs, small. Each is `loss(parameters, *batch)` with its arguments.
 
 Blocks of some programs are run by `wrap`, for policies of `jax.checkpoint`.
 """
@@ -6,53 +6,16 @@ Blocks of some programs are run by `wrap`, for policies of `jax.checkpoint`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Wraps a block of a program."""
-
-SOURCES: dict[str, str] = {}
-PROGRAMS: dict[str, Callable[[Wrap], tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
-WITH_BLOCKS: list[str] = []
-"""Programs whose blocks `wrap` is given."""
-
-
-def program(source: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a program under the name of its function, with the public program whose shape it has."""
-
-    def register(build: Callable[..., Any]) -> Callable[..., Any]:
-        name = build.__name__.strip("_")
-        SOURCES[name], PROGRAMS[name] = source, build if blocks else lambda wrap: build()
-        WITH_BLOCKS.extend([name] * blocks)
-        return build
-
-    return register
-
-
-def _normal(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def _integers(most: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).integers(0, most, shape), jnp.int32)
-
-
-def _matrices(key: int, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    return {n: _normal(*s, seed=key + i, scale=s[-2] ** -0.5 if len(s) > 1 else 0.0) for i, (n, s) in enumerate(shapes.items())}
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+from jax_registry import Wrap, cross_entropy, integers, matrices, normal, program
 
 
 class _Block(nn.Module):
@@ -76,15 +39,15 @@ def nanodo(wrap: Wrap) -> Any:
     """A decoder of 6 blocks; its parameters are a list, so that each block is a function."""
     block, mask = _Block(), nn.make_causal_mask(jnp.ones((8, 128)))
     layers = [block.init(jax.random.key(i), jnp.ones((8, 128, 64))) for i in range(6)]
-    p = {"layers": layers, **_matrices(0, embed=(256, 64), position=(128, 64), head=(64, 256))}
+    p = {"layers": layers, **matrices(0, embed=(256, 64), position=(128, 64), head=(64, 256))}
 
     def loss(p: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         x = p["embed"][tokens] + p["position"]
         for layer in p["layers"]:
             x = wrap(lambda q, x: block.apply(q, x, mask))(layer, x)
-        return _cross_entropy(x @ p["head"], labels)
+        return cross_entropy(x @ p["head"], labels)
 
-    return loss, (p, _integers(256, 8, 128), _integers(256, 8, 128))
+    return loss, (p, integers(256, 8, 128), integers(256, 8, 128))
 
 
 @program("google/flax examples/wmt")
@@ -103,7 +66,7 @@ def wmt() -> Any:
             return embed.attend(nn.LayerNorm()(y))
 
     model: Any
-    model, tokens = Model(), _integers(200, 8, 64)
+    model, tokens = Model(), integers(200, 8, 64)
 
     def loss(p: Any, source: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
         logits = model.apply(p, source, target, rngs={"dropout": key})
@@ -132,9 +95,9 @@ def mnist() -> Any:
     definition, parameters, rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss(p: Any, rest: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return _cross_entropy(nnx.merge(definition, p, rest, copy=True)(x), y)
+        return cross_entropy(nnx.merge(definition, p, rest, copy=True)(x), y)
 
-    return loss, (parameters, rest, _normal(16, 28, 28, 1), _integers(10, 16))
+    return loss, (parameters, rest, normal(16, 28, 28, 1), integers(10, 16))
 
 
 @program("google/flax examples/imagenet")
@@ -157,20 +120,20 @@ def resnet() -> Any:
             return nn.Dense(10)(x.mean((1, 2)))
 
     model: Any
-    model, images = ResNet(), _normal(8, 32, 32, 3)
+    model, images = ResNet(), normal(8, 32, 32, 3)
     variables = model.init(jax.random.key(0), images)
 
     def loss(p: Any, statistics: Any, x: jax.Array, y: jax.Array) -> Any:
         logits, changed = model.apply({"params": p, "batch_stats": statistics}, x, mutable=["batch_stats"])
-        return _cross_entropy(logits, y) + 1e-4 * sum((w**2).sum() for w in jax.tree.leaves(p)), changed
+        return cross_entropy(logits, y) + 1e-4 * sum((w**2).sum() for w in jax.tree.leaves(p)), changed
 
-    return loss, (variables["params"], variables["batch_stats"], images, _integers(10, 8))
+    return loss, (variables["params"], variables["batch_stats"], images, integers(10, 8))
 
 
 @program("google/flax examples/vae")
 def vae() -> Any:
     """Dense encoder and decoder with a random latent."""
-    p = _matrices(0, e1=(784, 500), e2=(500, 40), d1=(20, 500), d2=(500, 784))
+    p = matrices(0, e1=(784, 500), e2=(500, 40), d1=(20, 500), d2=(500, 784))
 
     def loss(p: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         mean, logvar = jnp.split(nn.relu(x @ p["e1"]) @ p["e2"], 2, -1)
@@ -179,7 +142,7 @@ def vae() -> Any:
         divergence = -0.5 * (1 + logvar - mean**2 - jnp.exp(logvar)).sum(-1)
         return (optax.sigmoid_binary_cross_entropy(logits, x).sum(-1) + divergence).mean()
 
-    return loss, (p, jax.nn.sigmoid(_normal(512, 784)), jax.random.key(0))
+    return loss, (p, jax.nn.sigmoid(normal(512, 784)), jax.random.key(0))
 
 
 @program("google/flax examples/seq2seq")
@@ -193,14 +156,14 @@ def seq2seq() -> Any:
             return nn.Dense(32)(nn.RNN(nn.LSTMCell(64))(y, initial_carry=state))
 
     model: Any
-    model, x = Model(), jax.nn.one_hot(_integers(32, 16, 48), 32)
-    return (lambda p, x, y: _cross_entropy(model.apply(p, x, y), y.argmax(-1))), (model.init(jax.random.key(0), x, x), x, x)
+    model, x = Model(), jax.nn.one_hot(integers(32, 16, 48), 32)
+    return (lambda p, x, y: cross_entropy(model.apply(p, x, y), y.argmax(-1))), (model.init(jax.random.key(0), x, x), x, x)
 
 
 @program("google/flax examples/ogbg_molpcba")
 def molecules() -> Any:
     """Message passing by gathers and segment sums, as jraph does."""
-    layers = [_matrices(10 * i, e=(96, 64), n=(64, 32)) for i in range(4)]
+    layers = [matrices(10 * i, e=(96, 64), n=(64, 32)) for i in range(4)]
 
     def loss(layers: Any, nodes: jax.Array, senders: jax.Array, receivers: jax.Array, labels: jax.Array) -> jax.Array:
         edges = nodes[senders] * 0.5
@@ -210,7 +173,7 @@ def molecules() -> Any:
             nodes, edges = nodes + nn.relu(total @ p["n"]), messages[:, :32]
         return optax.sigmoid_binary_cross_entropy(nodes.sum(-1), labels).mean()
 
-    return loss, (layers, _normal(600, 32), _integers(600, 2400), _integers(600, 2400)[::-1], 1.0 * _integers(2, 600))
+    return loss, (layers, normal(600, 32), integers(600, 2400), integers(600, 2400)[::-1], 1.0 * integers(2, 600))
 
 
 @program("google/flax examples/ppo")
@@ -226,7 +189,7 @@ def ppo() -> Any:
             return nn.log_softmax(nn.Dense(6)(x)), nn.Dense(1)(x)[:, 0]
 
     model: Any
-    model, frames = ActorCritic(), _normal(32, 64, 64, 4)
+    model, frames = ActorCritic(), normal(32, 64, 64, 4)
 
     def loss(p: Any, frames: jax.Array, actions: jax.Array, old: jax.Array, gain: jax.Array) -> jax.Array:
         logits, values = model.apply(p, frames)
@@ -234,7 +197,7 @@ def ppo() -> Any:
         clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.9, 1.1) * gain)
         return -clipped.mean() + 0.5 * ((gain - values) ** 2).mean() + 0.01 * (jnp.exp(logits) * logits).sum(1).mean()
 
-    return loss, (model.init(jax.random.key(0), frames), frames, _integers(6, 32), _normal(32), _normal(32, seed=3))
+    return loss, (model.init(jax.random.key(0), frames), frames, integers(6, 32), normal(32), normal(32, seed=3))
 
 
 @program("patrick-kidger/equinox examples/vision_transformer")
@@ -268,17 +231,17 @@ def vit() -> Any:
                 x = block(x, k)
             return head(x.mean(0))
 
-        return _cross_entropy(jax.vmap(one)(images, jax.random.split(key, len(images))), labels)
+        return cross_entropy(jax.vmap(one)(images, jax.random.split(key, len(images))), labels)
 
-    return loss, (parameters, _normal(16, 32, 32, 3), _integers(10, 16), jax.random.key(1))
+    return loss, (parameters, normal(16, 32, 32, 3), integers(10, 16), jax.random.key(1))
 
 
 @program("patrick-kidger/equinox examples/unet")
 def diffusion() -> Any:
     """Score matching by a U-Net of convolutions and group norms."""
     widths = ((3, 16), (16, 32), (32, 32), (64, 16), (32, 16))
-    p = [{"w": _normal(b, a, 3, 3, seed=i, scale=0.1), "t": _normal(16, b, seed=i, scale=0.1)} for i, (a, b) in enumerate(widths)]
-    p.append({"w": _normal(3, 16, 3, 3, seed=9, scale=0.1), "t": _normal(16, 3, seed=9, scale=0.1)})
+    p = [{"w": normal(b, a, 3, 3, seed=i, scale=0.1), "t": normal(16, b, seed=i, scale=0.1)} for i, (a, b) in enumerate(widths)]
+    p.append({"w": normal(3, 16, 3, 3, seed=9, scale=0.1), "t": normal(16, 3, seed=9, scale=0.1)})
 
     def conv(q: Any, x: jax.Array, t: jax.Array) -> jax.Array:
         y = jax.lax.conv(x, q["w"], (1, 1), "SAME") + (t @ q["t"])[:, :, None, None]
@@ -295,7 +258,7 @@ def diffusion() -> Any:
         y = jax.lax.conv(conv(p[4], jnp.concatenate([a, up], 1), wave), p[5]["w"], (1, 1), "SAME")
         return ((y + noise) ** 2).mean()
 
-    return loss, (p, _normal(8, 3, 32, 32), jax.random.key(0))
+    return loss, (p, normal(8, 3, 32, 32), jax.random.key(0))
 
 
 def _llama(p: Any, x: jax.Array) -> jax.Array:
@@ -314,34 +277,34 @@ def _llama(p: Any, x: jax.Array) -> jax.Array:
 
 def _llama_layer(seed: int, d: int = 64) -> dict[str, jax.Array]:
     square = dict.fromkeys("qkvo", (d, d))
-    return _matrices(10 * seed, **square, gate=(d, 3 * d), up=(d, 3 * d), down=(3 * d, d), n1=(d,), n2=(d,))
+    return matrices(10 * seed, **square, gate=(d, 3 * d), up=(d, 3 * d), down=(3 * d, d), n1=(d,), n2=(d,))
 
 
 @program("AI-Hypercomputer/maxtext (unscanned)", blocks=True)
 def llama(wrap: Wrap) -> Any:
     """Eight layers one after the other."""
-    p = {"layers": [_llama_layer(i) for i in range(8)], **_matrices(99, embed=(256, 64), head=(64, 256))}
+    p = {"layers": [_llama_layer(i) for i in range(8)], **matrices(99, embed=(256, 64), head=(64, 256))}
 
     def loss(p: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         x = p["embed"][tokens]
         for layer in p["layers"]:
             x = wrap(_llama)(layer, x)
-        return _cross_entropy(x @ p["head"], labels)
+        return cross_entropy(x @ p["head"], labels)
 
-    return loss, (p, _integers(256, 4, 128), _integers(256, 4, 128))
+    return loss, (p, integers(256, 4, 128), integers(256, 4, 128))
 
 
 @program("AI-Hypercomputer/maxtext (scan_layers)", blocks=True)
 def scanned(wrap: Wrap) -> Any:
     """Eight stacked layers in one `scan`."""
     layers = jax.tree.map(lambda *a: jnp.stack(a), *[_llama_layer(i) for i in range(8)])
-    p = {"layers": layers, **_matrices(99, embed=(256, 64), head=(64, 256))}
+    p = {"layers": layers, **matrices(99, embed=(256, 64), head=(64, 256))}
 
     def loss(p: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(lambda x, q: (wrap(_llama)(q, x), None), p["embed"][tokens], p["layers"])
-        return _cross_entropy(x @ p["head"], labels)
+        return cross_entropy(x @ p["head"], labels)
 
-    return loss, (p, _integers(256, 4, 128), _integers(256, 4, 128))
+    return loss, (p, integers(256, 4, 128), integers(256, 4, 128))
 
 
 @program("stanford-crfm/levanter GPT-2 (haliax.Stacked)")
@@ -368,139 +331,4 @@ def levanter() -> Any:
         losses: Any = hax.nn.cross_entropy_loss(logits, Vocabulary, hax.nn.one_hot(named, Vocabulary))
         return losses.mean().scalar()
 
-    return loss, (p, _integers(128, 8, 64))
-
-
-@program("patrick-kidger/diffrax examples/neural_ode")
-def neural_ode() -> Any:
-    """Runge-Kutta steps in a `scan` around a network."""
-    p = _matrices(0, a=(16, 64), b=(64, 64), c=(64, 16))
-
-    def loss(p: Any, start: jax.Array, wanted: jax.Array) -> jax.Array:
-        def slope(y: jax.Array) -> jax.Array:
-            return jax.nn.softplus(jax.nn.softplus(y @ p["a"]) @ p["b"]) @ p["c"]
-
-        def step(y: jax.Array, _: Any) -> Any:
-            a = slope(y)
-            b = slope(y + 0.05 * a)
-            c = slope(y + 0.05 * b)
-            y = y + 0.1 / 6 * (a + 2 * b + 2 * c + slope(y + 0.1 * c))
-            return y, y
-
-        return ((jax.lax.scan(step, start, None, length=20)[1] - wanted) ** 2).mean()
-
-    return loss, (p, _normal(64, 16), _normal(20, 64, 16))
-
-
-@program("jax-md/jax-md examples/neural_networks")
-def jax_md() -> Any:
-    """Energies of pairs of particles and forces, so a derivative in the loss."""
-    p = _matrices(0, a=(8, 32), b=(32, 1))
-
-    def energy(p: Any, places: jax.Array) -> jax.Array:
-        distances = jnp.sqrt(((places[:, None] - places[None]) ** 2).sum(-1) + 1e-2)
-        features = jnp.exp(-((distances[..., None] - jnp.arange(8) / 2) ** 2))
-        return (jnp.tanh(features @ p["a"]) @ p["b"]).sum()
-
-    def loss(p: Any, places: jax.Array, forces: jax.Array) -> jax.Array:
-        return ((jax.vmap(jax.grad(energy, 1), (None, 0))(p, places) + forces) ** 2).mean()
-
-    return loss, (p, _normal(4, 48, 3), _normal(4, 48, 3))
-
-
-@program("google-deepmind/distrax, dm-haiku examples (mixture of experts)")
-def experts() -> Any:
-    """Top-2 routing with a capacity by one-hot products, as in Switch and Mixtral ports."""
-    layers = [_matrices(10 * i, route=(64, 4), up=(4, 64, 128), down=(4, 128, 64)) for i in range(3)]
-
-    def loss(layers: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
-        for p in layers:
-            gates = jax.nn.softmax(x @ p["route"])
-            best, chosen = jax.lax.top_k(gates, 2)
-            weights = (jax.nn.one_hot(chosen, 4) * (best / best.sum(-1, keepdims=True))[..., None]).sum(1)
-            hidden = jax.nn.gelu(jnp.einsum("td,edh->teh", x, p["up"]))
-            x = x + jnp.einsum("teh,ehd,te->td", hidden, p["down"], weights)
-        return ((x - wanted) ** 2).mean()
-
-    return loss, (layers, _normal(512, 64), _normal(512, 64, seed=3))
-
-
-@program("google-research/google-research jaxnerf")
-def nerf() -> Any:
-    """Positional encodings, a skip, and volume rendering by cumulative products."""
-    p = _matrices(0, a=(60, 128), b=(128, 128), c=(188, 128), d=(128, 4))
-
-    def loss(p: Any, origins: jax.Array, ways: jax.Array, pixels: jax.Array) -> jax.Array:
-        depths = jnp.linspace(2.0, 6.0, 32)
-        points = origins[:, None] + ways[:, None] * depths[:, None]
-        waves = (points[..., None] * 2.0 ** jnp.arange(10)).reshape(*points.shape[:2], -1)
-        encoded = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1)
-        x = jax.nn.relu(jax.nn.relu(encoded @ p["a"]) @ p["b"])
-        raw = jax.nn.relu(jnp.concatenate([x, encoded], -1) @ p["c"]) @ p["d"]
-        alpha = 1 - jnp.exp(-jax.nn.relu(raw[..., 3]) * (depths[1] - depths[0]))
-        weights = alpha * jnp.cumprod(1 - alpha + 1e-10, -1)
-        return ((jax.nn.sigmoid(raw[..., :3]) * weights[..., None]).sum(1) - pixels).__pow__(2).mean()
-
-    return loss, (p, _normal(128, 3), _normal(128, 3, seed=2), jax.nn.sigmoid(_normal(128, 3, seed=3)))
-
-
-def _joined(left: Any, right: Any) -> Any:
-    return left[0] * right[0], left[1] * right[0] + right[1]
-
-
-@program("state-spaces ports (S5, mamba-jax)")
-def state_space() -> Any:
-    """A linear recurrence by `associative_scan`, four layers."""
-    layers = [_matrices(10 * i, b=(32, 64), c=(64, 32), gate=(32, 32)) for i in range(4)]
-
-    def loss(layers: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
-        for p in layers:
-            inputs = x @ p["b"]
-            decay = jax.nn.sigmoid(inputs)
-            _, states = jax.lax.associative_scan(_joined, (decay, inputs), axis=1)
-            x = x + (states @ p["c"]) * jax.nn.silu(x @ p["gate"])
-        return ((x - wanted) ** 2).mean()
-
-    return loss, (layers, _normal(4, 128, 32), _normal(4, 128, 32, seed=3))
-
-
-@program("google/jax docs, ericjang/maml-jax")
-def maml() -> Any:
-    """An inner update of each task, so a derivative through a derivative."""
-    p = _matrices(0, a=(1, 64), b=(64, 64), c=(64, 1))
-
-    def fit(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return ((jax.nn.relu(jax.nn.relu(x @ p["a"]) @ p["b"]) @ p["c"] - y) ** 2).mean()
-
-    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        def task(x: jax.Array, y: jax.Array) -> jax.Array:
-            gradient = jax.grad(fit)(p, x[:64], y[:64])
-            return fit(jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), x[64:], y[64:])
-
-        return jax.vmap(task)(x, y).mean()
-
-    return loss, (p, _normal(16, 128, 1), jnp.sin(_normal(16, 128, 1)))
-
-
-@program("google/brax training/agents/ppo")
-def brax() -> Any:
-    """Minibatches in a `scan`: advantages by a reversed loop, then losses summed."""
-    p = _matrices(0, a=(24, 128), b=(128, 128), policy=(128, 8), value=(128, 1))
-
-    def loss(p: Any, seen: jax.Array, actions: jax.Array, rewards: jax.Array) -> jax.Array:
-        def minibatch(total: jax.Array, batch: Any) -> Any:
-            seen, actions, rewards = batch
-            hidden = jax.nn.swish(jax.nn.swish(seen @ p["a"]) @ p["b"])
-            values = (hidden @ p["value"])[..., 0]
-
-            def back(gain: jax.Array, pair: Any) -> Any:
-                gain = pair[0] - pair[1] + 0.95 * gain
-                return gain, gain
-
-            _, gains = jax.lax.scan(back, jnp.zeros(values.shape[1]), (rewards, values), reverse=True)
-            chance = -((hidden @ p["policy"] - actions) ** 2).sum(-1)
-            return total - (chance * jax.lax.stop_gradient(gains)).mean() + 0.5 * (gains**2).mean(), None
-
-        return jax.lax.scan(minibatch, jnp.zeros(()), (seen, actions, rewards))[0]
-
-    return loss, (p, _normal(4, 20, 32, 24), _normal(4, 20, 32, 8), _normal(4, 20, 32))
+    return loss, (p, integers(128, 8, 64))

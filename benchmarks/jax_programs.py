@@ -1,6 +1,6 @@
 """JAX programs in the shape of public ones within budgets, as their authors would compile them: `jax.jit`, no options.
 
-For each program of `jax_models.py`: 60 %, 40 % and the fixed bytes plus half of what plain JAX needs above them. The promises
+For each program of `jax_registry.py`: 60 %, 40 % and the fixed bytes plus half of what plain JAX needs above them. The promises
 checked are: compiled bytes of the caller's own program keep the budget; gradients equal those of plain JAX to rounding; a refusal
 names a budget that then works at once; a second process takes at most two seconds more than plain JAX. For programs with
 blocks, also a plan within the bytes of each policy of `jax.checkpoint`, and the processor time of both (with
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import jax_models
+import jax_models  # noqa: F401 - registers its programs
+import jax_registry
+import jax_science_models  # noqa: F401
 from fresh import by_model, mib
 
 HALF = "half"
@@ -38,15 +40,15 @@ def main() -> int:
     """Run the benchmark, or one child of it."""
     packages = ("jax", "jaxlib", "flax", "equinox", "haliax")
     settings = {"own_cache": True, "packages": packages, "time_limit_s": 20.0, "rows": "programs"}
-    return by_model(__file__, __doc__, tuple(jax_models.PROGRAMS), run=run, verdict=verdict, row=row, **settings)
+    return by_model(__file__, __doc__, tuple(jax_registry.PROGRAMS), run=run, verdict=verdict, row=row, **settings)
 
 
 def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
     """All runs of a program: budgets twice with one cache, then the policies."""
-    found = {"source": jax_models.SOURCES[name], **ask(name, "budgets")}
+    found = {"source": jax_registry.SOURCES[name], **ask(name, "budgets")}
     for budget, second in ask(name, "again")["points"].items():
         found["points"][budget]["second_s"] = second.get("processor_s", math.nan) - found["plain_s"]
-    if name in jax_models.WITH_BLOCKS:
+    if name in jax_registry.WITH_BLOCKS:
         found["policies"] = ask(name, "policies")
     return found
 
@@ -85,7 +87,7 @@ def budgets(name: str, time_limit_s: float) -> dict[str, Any]:
     import checkmate
     import checkmate.jax as cj
 
-    loss, arguments = jax_models.PROGRAMS[name](lambda block: block)
+    loss, arguments = jax_registry.PROGRAMS[name](lambda block: block)
     plain, plain_s = compiled(with_gradients(loss, name), arguments)
     expected, temp = plain(*arguments), plain.memory_analysis().temp_size_in_bytes
     points: dict[str, Any] = {}
@@ -134,10 +136,10 @@ def policies(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
                 return jax.checkpoint(lambda p, x: jax.checkpoint(block)(p, x))
             return jax.checkpoint(block, policy=getattr(jax.checkpoint_policies, policy))
 
-        loss, arguments = jax_models.PROGRAMS[name](wrap)
+        loss, arguments = jax_registry.PROGRAMS[name](wrap)
         theirs, _ = compiled(jax.value_and_grad(loss), arguments, options)
         planned: Any = cj.remat(
-            jax_models.PROGRAMS[name](lambda block: block)[0], budget=total_bytes(theirs), time_limit_s=time_limit_s
+            jax_registry.PROGRAMS[name](lambda block: block)[0], budget=total_bytes(theirs), time_limit_s=time_limit_s
         )
         try:
             ours, _ = compiled(jax.value_and_grad(planned), arguments, options)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import checkmate
 import checkmate.jax as cj
 from tests.jax.networks import difference, transformer, transformer_loss
 
@@ -137,6 +138,23 @@ def test_a_planned_step_plans_its_loops():
     program = jax.jit(planned, donate_argnums=0).lower(weights, x).compile()
     assert planned.graph.resident_bytes + program.memory_analysis().temp_size_in_bytes <= planned.budget_bytes
     assert difference(jax.jit(step)(weights, x), jax.jit(planned)(weights, x)) < 1e-5
+
+
+def test_a_plan_with_loops_is_read_again_and_its_bound_holds_for_all_loops(tmp_path):
+    """The file of the plan says what the loops save. Keeping everything costs the bound: no choice of loops is cheaper."""
+    weights, x = layers()
+    planned, whole = (cj.remat(stacked, budget=share, costs="estimated", time_limit_s=2) for share in ("50%", "100%"))
+    path = tmp_path / "step.plan.json"
+    programs = [jax.make_jaxpr(jax.grad(loss))(weights, x) for loss in (planned, whole)]
+    checkmate.write(planned.plan, path)
+    again = cj.remat(stacked, plan=path, budget="50%", costs="estimated")
+    programs.append(jax.make_jaxpr(jax.grad(again))(weights, x))
+    assert [e.primitive for e in programs[0].eqns] == [e.primitive for e in programs[2].eqns]
+    assert (again.plan, again.temp_bytes, again.result.overhead) == (planned.plan, planned.temp_bytes, planned.result.overhead)
+    assert whole.result.gap == 0
+    assert planned.result.bound == whole.result.cost < planned.result.cost
+    with pytest.raises(checkmate.WrongGraphError, match="another graph"):
+        jax.grad(cj.remat(recurrent, plan=path, costs="estimated"))(weights, x)
 
 
 def test_a_loop_within_other_transformations():

@@ -63,7 +63,7 @@ def test_a_value_and_its_view_are_stored_once(exact):
     weights, x = mlp(layers=8, width=64, batch=1024)
     planned = unverified(group_norm_loss, budget="50%", exact=exact, costs="estimated")
     memory = value_and_grad(planned).lower(weights, x).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.15 * (planned.result.peak_bytes - planned.graph.resident_bytes)
+    assert memory.temp_size_in_bytes <= 1.05 * (planned.result.peak_bytes - planned.graph.resident_bytes)
 
 
 def test_what_passes_many_fences_is_behind_few():
@@ -280,7 +280,7 @@ def test_functions_with_collectives_keep_the_budget(devices, checked):
 
         return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=checked))
 
-    loss = remat(normalized_loss, budget="75%", costs="estimated", time_limit_s=2)
+    loss = remat(normalized_loss, budget="70%", costs="estimated", time_limit_s=2)
     compiled = step(loss).lower(weights, x).compile()
     assert loss.result.overhead > 1
     assert loss.graph.resident_bytes + loss.temp_bytes <= loss.budget_bytes

@@ -24,7 +24,7 @@ from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFound
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Reason, Result
 from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.frontend import calibration, progress
@@ -33,14 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import (
-    ASKED,
-    BARRIERS_TO_THE_END,
-    as_varying,
-    merges_recomputations,
-    removes_barriers,
-    varying_axes,
-)
+from checkmate.jax._compat import ASKED, BARRIERS_TO_THE_END, as_varying, merges_recomputations, removes_barriers, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -48,6 +41,9 @@ from checkmate.jax.graph.trace import Equation
 from checkmate.jax.profiler import environment, estimate, signature
 
 _log = logging.getLogger("checkmate.jax")
+
+_LOOPS = "+loops="
+"""In the digest of a plan, before the bytes that loops save for their derivatives."""
 
 _told: set[str] = set()
 """Backends about which the user was warned."""
@@ -76,7 +72,7 @@ class Figures:
 
     @property
     def result(self) -> Result:
-        """The solver's result, with its proof: overhead, bound and gap."""
+        """The solver's result, with its proof: overhead, bound and gap, which hold whatever loops save."""
         return self._newest.result
 
     @property
@@ -218,10 +214,14 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     Raises:
         InfeasibleBudgetError: No compiled plan keeps the budget.
     """
-    graph = compilation.capture.graph
+    plain, graph = compilation, compilation.capture.graph
     try:
         if options.plan is not None or options.budget is None or not compilation.verify:
-            result = planner_for(options)(graph)
+            saved = "" if options.plan is None else options.plan.graph_digest.partition(_LOOPS)[2]
+            if saved.isdecimal():
+                wanted = options.budget and Budget.parse(options.budget.resolve(graph))
+                compilation, options = compilation.saving(int(saved)), replace(options, budget=wanted)
+            result = planner_for(options)(compilation.capture.graph)
             budget = None if options.budget is None else result.budget_bytes
         else:
             compilation, result, budget = _calibrated(compilation, options, options.budget)
@@ -230,7 +230,30 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     if result.overhead > 1 and compilation.exact:
         _warn_of_undone_fences()
     needed = compilation.temp_bytes(result) if compilation.verify else None
-    return Planned(compilation.capture, result, budget, needed, compilation.loop_bytes)
+    return Planned(compilation.capture, _of_any_loops(result, plain, compilation), budget, needed, compilation.loop_bytes)
+
+
+def _of_any_loops(result: Result, plain: Compilation, chosen: Compilation) -> Result:
+    """The result of a program with its loops as chosen, among all programs: the bound and the overhead are of the plain one.
+
+    A solver's bound holds for one choice of what loops save. Every program computes what the plain one does.
+    """
+    if not (plain.verify and plain.loops.stacked_bytes) and chosen is plain:
+        return result
+    cost, bound = result.cost, float(min(result.cost, plain.capture.graph.cost))
+    plan = result.plan
+    if chosen.loop_bytes is not None:
+        plan = msgspec.structs.replace(plan, graph_digest=f"{chosen.capture.graph.digest}{_LOOPS}{chosen.loop_bytes}")
+    proven = Reason.OPTIMAL if cost == bound else Reason.FEASIBLE
+    return msgspec.structs.replace(
+        result,
+        plan=plan,
+        overhead=max(1.0, plain.capture.graph.overhead(cost)),
+        bound=bound,
+        gap=(cost - bound) / max(1, cost),
+        termination=msgspec.structs.replace(result.termination, reason=proven),
+        remarks=(*result.remarks, f"the gap is {100 * result.gap:.2f} % among programs whose loops save the same values"),
+    )
 
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
@@ -361,7 +384,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         found = min(results, key=lambda result: result.cost, default=None)
     if found is None:
         raise trials.refusal(failure)
-    return programs.of(found), msgspec.structs.replace(found, overhead=max(1.0, found.cost / max(1, graph.cost))), budget
+    return programs.of(found), found, budget
 
 
 def temp_bytes(

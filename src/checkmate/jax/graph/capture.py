@@ -31,7 +31,7 @@ _OTHERS = (
 POINTWISE = frozenset(f"{_UNARY} {_OTHERS}".split())
 """Primitives whose output has the shape of an input, computed element by element."""
 
-VIEWS = frozenset({"expand_dims", "name", "reshape", "squeeze"})
+VIEWS = frozenset({"expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "squeeze"})
 """Primitives whose output is the same bytes in the same order."""
 
 MOVES = VIEWS | {"rev", "slice", "transpose"}

@@ -48,13 +48,7 @@ class Choices:
     ``read_bytes`` are the bytes that the derivative reads: a layer without `jax.checkpoint` saves them all.
     """
 
-    def __init__(
-        self,
-        arrays: Sequence[Any],
-        pure: Pure,
-        costs: Costs,
-        offered: Iterable[str] | None = None,
-    ) -> None:
+    def __init__(self, arrays: Sequence[Any], pure: Pure, costs: Costs, offered: Iterable[str] | None = None) -> None:
         trace, boundary = trace_pair(pure, arrays, [i for i, array in enumerate(arrays) if is_inexact(array)])
         phases = phases_of_pair(trace, boundary)
         measured = zip(trace.equations, costs([(equation,) for equation in trace.equations]), strict=True)
