@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from checkmate.core.budget import Budget, keep_all_bytes
+from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
@@ -197,6 +197,15 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     return resident + peak
 
 
+def _everything(capture: Capture, batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
+    """The plan that keeps everything, measured: a share of a budget is one of what TensorFlow takes for it."""
+    planned = PlannedFunction.of(capture, keep_everything(capture.graph))
+    try:
+        return planned.measured(synthetic_batch(capture.trace.arguments) if batch is None else batch)
+    except tf.errors.ResourceExhaustedError:  # its planned peak is the measure
+        return planned
+
+
 class PlannedSteps:
     """The planned functions of a step, which is traced for the specifications of its arguments.
 
@@ -208,6 +217,7 @@ class PlannedSteps:
         self.budget_bytes: int | None = None  # a share, such as "70%", refers to the first batch
         self.monitored_bytes: int | None = None  # largest peak of the monitored steps, resident bytes included
         self._trace, self._options, self._name = trace, options, name
+        self._keeps_everything = options.budget is not None and options.budget.keeps_everything
         self._unmonitored = 0  # steps still to monitor
 
     def __call__(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> Any:
@@ -227,25 +237,8 @@ class PlannedSteps:
         """Capture, plan and write the step for a new signature, measured on a flat batch, or on a synthetic one."""
         with progress.shown("tracing the step"):
             captured = capture_with_costs(lambda: self._trace(specs), "measured", self._name, batch)
-            options, graph = self._options, captured.graph
-            budget = options.budget
-            if options.plan is not None and not self.planned:
-                planned = PlannedFunction.of(captured, GivenPlan(options.plan, budget)(graph))
-            else:
-                if budget is not None:
-                    if self.budget_bytes is None:
-                        self.budget_bytes = budget.resolve(graph)
-                    budget = budget.with_total(self.budget_bytes)
-                else:
-                    device_bytes = graph.resident_bytes + available_bytes(default_device())
-                    # Chunks added at most 40 % to a plan (docs/decisions/0014): half of the memory is enough without calibration.
-                    if keep_all_bytes(graph) > 0.5 * device_bytes:
-                        budget = Budget.parse(device_bytes)
-                if budget is None:
-                    planned = PlannedFunction.of(captured, keep_everything(graph))
-                else:
-                    planned = calibrate(captured, budget, Replanner(graph, options), batch)
-        if planned.measured_bytes is not None:
+            planned = self._planned(captured, batch)
+        if planned.measured_bytes is not None and not self._keeps_everything:
             # Other tensors of the process can leave other free chunks to the first training steps than calibration found.
             self._unmonitored = 4
         if self.planned:
@@ -253,6 +246,27 @@ class PlannedSteps:
             _log.info("another shape of a batch was planned: %s, peak %s", [spec.shape for spec in tf.nest.flatten(specs)], peak)
         self.planned[_key(specs)] = planned
         return planned
+
+    def _planned(self, captured: Capture, batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
+        """The function of the given plan, of the cheapest plan within the budget, or of keeping everything."""
+        options, graph, budget = self._options, captured.graph, self._options.budget
+        if options.plan is not None and not self.planned:
+            return PlannedFunction.of(captured, GivenPlan(options.plan, budget)(graph))
+        if budget is None:
+            device_bytes = graph.resident_bytes + available_bytes(default_device())
+            # Chunks added at most 40 % to a plan (docs/decisions/0014): half of the memory is enough without calibration.
+            if keep_all_bytes(graph) <= 0.5 * device_bytes:
+                return PlannedFunction.of(captured, keep_everything(graph))
+            budget = Budget.parse(device_bytes)
+        elif self._keeps_everything:
+            everything = _everything(captured, batch)
+            self.budget_bytes = max(self.budget_bytes or 0, everything.needed_bytes)
+            return everything
+        elif self.budget_bytes is None:
+            most = _everything(captured, batch).needed_bytes if budget.is_share else 0
+            self.budget_bytes = budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
+        budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
+        return calibrate(captured, budget, Replanner(graph, options), batch)
 
     def _run_and_check_peak(self, planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         self._unmonitored -= 1
