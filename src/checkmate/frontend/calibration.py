@@ -94,9 +94,9 @@ class Calibration(Generic[T]):
 def refusal(
     limit_bytes: int, smallest_bytes: int | None, cause: CheckmateError | None = None, margin_bytes: int = 0
 ) -> InfeasibleBudgetError:
-    """The error that names the smallest measured peak, and a budget with a margin; ``cause`` is the planner's own error.
+    """The error that names the smallest measured peak, and a budget with a margin, which it carries as ``smallest_bytes``.
 
-    A budget of its ``smallest_bytes`` works: they include the margin.
+    ``cause`` is the planner's own error.
     """
     found = "no plan was found" if smallest_bytes is None else f"the smallest measured peak is {format_bytes(smallest_bytes)}"
     enough = None if smallest_bytes is None else smallest_bytes + margin_bytes
