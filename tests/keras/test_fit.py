@@ -314,6 +314,38 @@ def test_a_share_of_100_percent_always_works():
     assert planned.budget_bytes == planned.measured_bytes
 
 
+class Allocating(keras.Model):
+    """A model whose step allocates bytes that calibration has not seen."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.extra: list[int] = []  # of the next steps
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        tf.py_function(lambda: tf.size(tf.zeros([self.extra.pop() if self.extra else 0])), [], tf.int32)
+        return logs
+
+
+def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):
+    """Other free chunks than those of calibration can add bytes to the first steps; the next plan leaves them free."""
+    inputs = h = keras.Input((64,))
+    for _ in range(4):
+        h = layers.Dense(64, activation="gelu")(h)
+    model = Allocating(inputs, layers.Dense(10, activation="softmax")(h))
+    compiled(model, optimizer="sgd", metrics=None)
+    x, y = RNG.normal(size=(512, 64)).astype("float32"), RNG.integers(0, 10, 512)
+    planned = fit_within(model, "90%", time_limit_s=1)
+    model.fit(x, y, batch_size=512, verbose=0)
+    first, measured, budget = planned.results[0].peak_bytes, planned.measured_bytes, planned.budget_bytes
+    assert measured is not None
+    assert budget is not None
+    model.extra.append((budget - measured) // 4 + 100_000)
+    model.fit(x, y, batch_size=512, verbose=0)
+    assert planned.results[0].peak_bytes < first
+    assert "planned again within" in caplog.text
+
+
 def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():
     """Keras would otherwise train without the budget, or the planned step would hide that eager mode was asked for."""
     model = cnn()
