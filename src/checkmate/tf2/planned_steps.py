@@ -280,7 +280,7 @@ class PlannedSteps:
         return outputs
 
     def _plan_again(self, key: Hashable, flat: Sequence[tf.Tensor], peak: int) -> None:
-        """Replace a plan whose step exceeded the budget by one that leaves the excess free, once; a second excess is only logged."""
+        """Replace a plan whose step exceeded the budget by one that leaves the excess free; a second excess is only logged."""
         planned, graph, budget_bytes = self.planned[key], self.planned[key].capture.graph, self.budget_bytes or 0
         lower = max(0, budget_bytes - (peak - planned.needed_bytes))
         then = "lower the budget by the difference"
