@@ -13,6 +13,7 @@ from keras import layers
 
 import checkmate
 from checkmate import InfeasibleBudgetError, OptionError
+from checkmate.core.units import format_at_least
 from checkmate.keras import PlannedFit, capture, fit_within
 from checkmate.tf2._compat import grappler_off
 from tests.tf2.steps import forgetful
@@ -280,8 +281,69 @@ def test_a_budget_that_no_plan_keeps_is_an_error_of_fit():
     fit_within(model, "10KiB")
     with pytest.raises(InfeasibleBudgetError) as caught:
         model.fit(dataset(), shuffle=False, verbose=0)
-    assert "raise the budget" in caught.value.hint
+    assert caught.value.smallest_bytes is not None  # what the hint names, and not the peak without its margin
+    assert f"raise the budget to at least {format_at_least(caught.value.smallest_bytes)}" in caught.value.hint
     assert [v.numpy().tobytes() for v in model.variables] == before
+
+
+@pytest.mark.slow
+def test_a_refusal_names_a_budget_that_works_at_the_next_try():
+    """The smallest measured peak with a margin, for the chunks that differ from one calibration to the next."""
+    model = cnn()
+    fit_within(model, "10KiB", time_limit_s=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        model.fit(dataset(), shuffle=False, verbose=0)
+    assert caught.value.smallest_bytes is not None
+    planned = fit_within(model, caught.value.smallest_bytes, time_limit_s=1)
+    model.fit(dataset(), shuffle=False, verbose=0)
+    assert planned.measured_bytes is not None
+    assert planned.measured_bytes <= caught.value.smallest_bytes
+
+
+def test_a_share_of_100_percent_always_works():
+    """It is what TensorFlow takes to keep everything: its chunks are larger than a plan's bytes, of which 100 % were refused."""
+    inputs = keras.Input((28, 28, 1))
+    h = layers.Conv2D(16, 3, activation="relu")(inputs)
+    h = layers.MaxPooling2D()(layers.Conv2D(32, 3, activation="relu")(layers.MaxPooling2D()(h)))
+    model = keras.Model(inputs, layers.Dense(10, activation="softmax")(layers.Dropout(0.5)(layers.Flatten()(h))))
+    compiled(model)
+    x, y = RNG.normal(size=(44, 28, 28, 1)).astype("float32"), RNG.integers(0, 10, 44)
+    planned = fit_within(model, "100%", time_limit_s=1)
+    model.fit(x, y, batch_size=32, verbose=0, shuffle=False)
+    assert [result.overhead for result in planned.results] == [1.0, 1.0]
+    assert planned.budget_bytes == planned.measured_bytes
+
+
+class Allocating(keras.Model):
+    """A model whose step allocates bytes that calibration has not seen."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.extra: list[int] = []  # of the next steps
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        tf.py_function(lambda: tf.size(tf.zeros([self.extra.pop() if self.extra else 0])), [], tf.int32)
+        return logs
+
+
+def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):
+    """Other free chunks than those of calibration can add bytes to the first steps; the next plan leaves them free."""
+    inputs = h = keras.Input((64,))
+    for _ in range(4):
+        h = layers.Dense(64, activation="gelu")(h)
+    model = Allocating(inputs, layers.Dense(10, activation="softmax")(h))
+    compiled(model, optimizer="sgd", metrics=None)
+    x, y = RNG.normal(size=(512, 64)).astype("float32"), RNG.integers(0, 10, 512)
+    planned = fit_within(model, "90%", time_limit_s=1)
+    model.fit(x, y, batch_size=512, verbose=0)
+    first, measured, budget = planned.results[0].peak_bytes, planned.measured_bytes, planned.budget_bytes
+    assert measured is not None
+    assert budget is not None
+    model.extra.append((budget - measured) // 4 + 100_000)
+    model.fit(x, y, batch_size=512, verbose=0)
+    assert planned.results[0].peak_bytes < first
+    assert "planned again within" in caplog.text
 
 
 def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():

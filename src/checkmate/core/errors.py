@@ -68,7 +68,7 @@ class InfeasibleBudgetError(CheckmateError, ValueError):
     Attributes:
         budget_bytes: The budget that was asked for, resident bytes included.
         floor_bytes: Proven lower bound on the peak of every plan of this graph, resident bytes included.
-        smallest_bytes: The smallest peak of a plan found, or None.
+        smallest_bytes: The smallest budget that a plan was found for, or None.
         binding_op: Name of the op that sets the floor.
     """
 

@@ -94,15 +94,19 @@ class Calibration(Generic[T]):
 def refusal(
     limit_bytes: int, smallest_bytes: int | None, cause: CheckmateError | None = None, margin_bytes: int = 0
 ) -> InfeasibleBudgetError:
-    """The error that names the smallest measured peak, and a budget with a margin; ``cause`` is the planner's own error."""
+    """The error that names the smallest measured peak, and a budget with a margin, which it carries as ``smallest_bytes``.
+
+    ``cause`` is the planner's own error.
+    """
     found = "no plan was found" if smallest_bytes is None else f"the smallest measured peak is {format_bytes(smallest_bytes)}"
-    raised = "" if smallest_bytes is None else f" to at least {format_at_least(smallest_bytes + margin_bytes)}"
+    enough = None if smallest_bytes is None else smallest_bytes + margin_bytes
+    raised = "" if enough is None else f" to at least {format_at_least(enough)}"
     return InfeasibleBudgetError(
         f"no plan was measured to keep the budget of {format_bytes(limit_bytes)}: {found}",
         hint=f"raise the budget{raised}, or lower the batch size",
         budget_bytes=limit_bytes,
         floor_bytes=getattr(cause, "floor_bytes", 0),
-        smallest_bytes=smallest_bytes,
+        smallest_bytes=enough,
         binding_op=getattr(cause, "binding_op", ""),
     )
 
