@@ -22,7 +22,7 @@ def main() -> None:
     assert [module for module in ("torch", "tensorflow", "flax", "equinox", "optax") if find_spec(module)] == []
     arguments = jnp.full((16, 16), 0.1), jnp.ones((512, 16))
     found = []
-    for budget in (None, "60%"):
+    for budget in (None, "65%"):
         step = jax.jit(
             jax.value_and_grad(cj.remat(loss, budget=budget, exact=True, costs="estimated", time_limit_s=10)),
             compiler_options=cj.compiler_options(),

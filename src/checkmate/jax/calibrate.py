@@ -306,7 +306,8 @@ class _Programs:
             near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes),
         )
         # Fences take bytes too: recomputations that save hardly any are left out.
-        return found if found.peak_bytes < 0.97 * whole.peak_bytes else whole
+        fewer = found.peak_bytes - graph.resident_bytes < 0.97 * (whole.peak_bytes - graph.resident_bytes)
+        return found if fewer else whole
 
     def _with_loops(self, target_bytes: int) -> Result:
         """Loops save as much as they can so that nothing else is computed again, or else as little as they can."""
@@ -358,8 +359,8 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             if smallest is not None or trials.best() is not None:
                 raise
-            failure, smallest = error, programs.smallest(budget)  # XLA may need fewer bytes than planned
-            over = min((trial.planned_bytes or 0 for trial in trials.trials[1:]), default=0)
+            failure, smallest = error, programs.smallest(target_bytes)  # XLA may need fewer bytes than planned
+            over = min((trial.planned_bytes or 0 for trial in trials.trials[whole is not None :]), default=0)
             # The smallest plan is far more expensive than one in the middle between it and the plans that take too much.
             return smallest if over <= smallest.peak_bytes else programs.cheapest((smallest.peak_bytes + over) // 2)
 
@@ -368,7 +369,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
             return None
         needed = resident + programs.of(result).temp_bytes(result)
         amounts = (result.peak_bytes - resident, needed - resident, budget - resident)
-        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, amounts), result.cost / graph.cost)
+        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, amounts), graph.overhead(result.cost))
         return Trial.of(target_bytes, result, needed, result)
 
     calibration.calibrate(trials, replan, compiled)
@@ -382,6 +383,9 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         known = [(c.capture.graph, o, needed) for c, _ in programs.by_graph.values() for o, needed in c.known.items()]
         results = [evaluate(g, Plan.from_order(g, order)) for g, order, needed in known if needed <= budget - resident]
         found = min(results, key=lambda result: result.cost, default=None)
+        for g, order, needed in known:  # a refusal names the least that was measured
+            result = evaluate(g, Plan.from_order(g, order))
+            trials.record(Trial.of(budget, result, resident + needed, result))
     if found is None:
         raise trials.refusal(failure)
     return programs.of(found), found, budget

@@ -284,9 +284,9 @@ class PlannedSteps:
         planned, graph, budget_bytes = self.planned[key], self.planned[key].capture.graph, self.budget_bytes or 0
         lower = max(0, budget_bytes - (peak - planned.needed_bytes))
         then = "lower the budget by the difference"
-        if key not in self._again:
+        if key not in self._again and self._options.plan is None:
             self._again.add(key)
-            with contextlib.suppress(InfeasibleBudgetError):
+            with contextlib.suppress(InfeasibleBudgetError, tf.errors.ResourceExhaustedError):
                 again = calibrate(planned.capture, Budget.parse(lower), Replanner(graph, self._options), flat)
                 self.planned[key], self._unmonitored = again, 4
                 then = f"it is planned again within {format_bytes(lower)}"
