@@ -127,7 +127,11 @@ def test_attention_on_cuda_is_cut_along_examples_and_heads() -> None:
                 (efficient, masked),
             ):
                 found = rules_of_call(op, *args)
-                assert {rule.outputs[:3] for rule in found} >= ({(ROWS,) * 3, (COLUMNS,) * 3} if dropout_p == 0.0 else set())
+                cuts = {rule.outputs[:3] for rule in found}
+                assert cuts >= ({(ROWS,) * 3} if dropout_p == 0.0 else set())
+                # The kernel of flash attention reads its sums of exponentials as if they were contiguous.
+                heads = dropout_p == 0.0 and op is not aten._scaled_dot_product_flash_attention_backward.default
+                assert ((COLUMNS,) * 3 in cuts) is heads
                 assert bool(found) == (dropout_p == 0.0)
                 for rule in found:
                     run_in_pieces(op, args, {}, rule, op(*args), 2)

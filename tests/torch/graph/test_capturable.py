@@ -34,6 +34,10 @@ def refuse(step: Callable[..., object], mode: FakeTensorMode = MODE) -> None:
         (lambda x, y: y * 2, r"replay aten\.mul.*: it reads a tensor of the host"),
         (lambda x, y: x.cpu(), r"replay aten\._to_copy.*: it copies to the host"),
         (lambda x, y: x + torch.ones(4).to(CUDA), r"replay aten\._to_copy.*: it copies from the host"),
+        (
+            lambda x, y: torch.ops.aten.index(x, [torch.ones(2, dtype=torch.int64)]),
+            r"replay aten\.index.*: it copies from the host",
+        ),
         (lambda x, y: x + torch.rand(4).to(CUDA), r"replay aten\.rand.*: it copies to the host"),
     ],
 )

@@ -174,7 +174,7 @@ class GraphSafeStates:
         """Set the generators for the next step."""
         seed, first = self._counts() if self.generators else (0, 0)
         for generator, offset in zip(self.generators, self._offsets, strict=True):
-            generator.set_state(torch.tensor([seed, first + offset]).view(torch.uint8))
+            generator.set_state(torch.tensor([seed, first + offset], device="cpu").view(torch.uint8))
 
     def _counts(self) -> list[int]:
         """Seed and offset of the generator of a CUDA device."""

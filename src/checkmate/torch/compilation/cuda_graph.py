@@ -42,11 +42,14 @@ class CudaGraph:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Context of a step on the stream of the capture."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
         pooled = nullcontext() if self._memory is None else self._memory.running()
         with torch.cuda.stream(self._stream), pooled, self._states.measuring():
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            try:
+                yield
+            finally:  # after an exception too: kernels may still write parameters
+                caller.wait_stream(self._stream)
 
     def capture(self, run: BoxedRun, args: list[Any]) -> None:
         """Capture a step."""

@@ -23,8 +23,10 @@ from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, initial_state, 
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.storages import leaves
 
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
-_INDEX = torch.ops.aten.index.Tensor
+aten = torch.ops.aten
+_INDEX = aten.index.Tensor
+# Indices of the host are copied to the device.
+_COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default, _INDEX, aten.index_put.default, aten.index_put_.default)
 
 
 def refuse_uncapturable(graph: fx.Graph, device: torch.device) -> list[tuple[int, int]]:

@@ -150,8 +150,12 @@ class Account:
         heap.run(backward, self._costs)
         backward_peak_bytes = heap.peak_bytes
         heap.keep_only(backward.outputs)
-        peaks = {"forward_peak_bytes": forward_peak_bytes, "backward_peak_bytes": backward_peak_bytes}
-        return StepMemory(**peaks, saved_bytes=saved_bytes, gradient_bytes=heap.live_bytes)
+        return StepMemory(
+            forward_peak_bytes=forward_peak_bytes,
+            saved_bytes=saved_bytes,
+            backward_peak_bytes=backward_peak_bytes,
+            gradient_bytes=heap.live_bytes,
+        )
 
     def memory_of_whole_step(self) -> StepMemory | None:
         """Memory of a step that is one module; None if it is not known, as for `memory`."""

@@ -82,7 +82,7 @@ class _Reserved(NamedTuple):
 
 Apart: TypeAlias = bool | torch.cuda.Stream
 _RESERVED: dict[tuple[int | None, Apart], _Reserved] = {}
-"""The last arena of each device, in and out of a memory pool: plans of several graphs share it."""
+"""The last arena of each device, in and out of a memory pool, and of each stream: plans of several graphs share it."""
 
 
 class ReservedMemory:
@@ -152,7 +152,10 @@ class ReservedMemory:
 
     def _is_in_use(self) -> bool:
         arena = None if self._device is None else _RESERVED.get(self._key)
-        return arena is not None and any(s.address == arena.address and s.in_use for s in self._segments())
+        if arena is None:
+            return False
+        captured = arena.pool is not None and arena.pool.use_count() > 1  # a CUDA graph keeps the memory of its pool
+        return captured or any(s.address == arena.address and s.in_use for s in self._segments())
 
     def _held(self) -> CachingAllocator:
         """The allocator as it is now without cached segments, and without arenas: what is in use there belongs to steps."""

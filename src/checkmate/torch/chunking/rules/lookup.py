@@ -111,5 +111,9 @@ def _both(first: Rule, second: Rule) -> Rule | None:
     return Rule(tuple(joined[: len(first.outputs)]), tuple(joined[len(first.outputs) :]))
 
 
-_READS_STORAGE = (aten.native_layer_norm_backward.default, aten.adaptive_max_pool3d_backward.default)
+_READS_STORAGE = (
+    aten.native_layer_norm_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,  # sums of exponentials
+)
 """Ops whose kernel reads an input as if it were contiguous (torch 2.13.0): a strided slice gives wrong numbers."""
