@@ -376,19 +376,16 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     if trials.best() is None:
         smallest = smallest or programs.smallest(budget)
         trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
-    best = trials.best()
-    found = None if best is None else best.outcome
-    if found is None:
+    if trials.best() is None:
         # Fall back on plans compiled before, like one that an earlier refusal named; they have no bound.
-        known = [(c.capture.graph, o, needed) for c, _ in programs.by_graph.values() for o, needed in c.known.items()]
-        results = [evaluate(g, Plan.from_order(g, order)) for g, order, needed in known if needed <= budget - resident]
-        found = min(results, key=lambda result: result.cost, default=None)
-        for g, order, needed in known:  # a refusal names the least that was measured
-            result = evaluate(g, Plan.from_order(g, order))
-            trials.record(Trial.of(budget, result, resident + needed, result))
-    if found is None:
+        for known, _ in programs.by_graph.values():
+            for order, needed in known.known.items():
+                result = evaluate(known.capture.graph, Plan.from_order(known.capture.graph, order))
+                trials.record(Trial.of(budget, result, resident + needed, result))
+    best = trials.best()
+    if best is None or best.outcome is None:
         raise trials.refusal(failure)
-    return programs.of(found), found, budget
+    return programs.of(best.outcome), best.outcome, budget
 
 
 def temp_bytes(

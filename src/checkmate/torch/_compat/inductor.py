@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,9 +98,10 @@ def under_a_plan(choices: InductorChoices | None) -> Iterator[None]:
 
 def without_graphs() -> AbstractContextManager[None]:
     """Context of trial steps, in all threads: compiled code runs without CUDA graphs, whose memory would stay."""
-    return replaced(_unless_on_trial, "on_trial", True)
+    return replaced(_TRIALS, "running", True)
 
 
+_TRIALS = SimpleNamespace(running=False)
 _cudagraphify: Callable[..., Any] = compilation.cudagraphify
 
 
@@ -108,7 +110,7 @@ def _unless_on_trial(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Ca
     graphed = _cudagraphify(model, *args, **kwargs)
 
     def run(inputs: list[Any]) -> Any:
-        if not hasattr(_unless_on_trial, "on_trial"):
+        if not _TRIALS.running:
             return graphed(inputs)
         copy_misaligned_inputs(inputs, [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)])  # as graphs do
         return model(inputs)

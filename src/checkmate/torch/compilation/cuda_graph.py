@@ -55,10 +55,9 @@ class CudaGraph:
         """Capture a step."""
         for generator in self._states.generators:
             self._graph.register_generator_state(generator)
-        pool = None if self._memory is None else self._memory.pool
-        # Other threads may pin the memory of batches meanwhile.
-        where = {"pool": None if pool is None else pool.id, "stream": self._stream, "capture_error_mode": "thread_local"}
-        with self._states.capturing(), torch.cuda.graph(self._graph, **where):
+        pool = None if self._memory is None or self._memory.pool is None else self._memory.pool.id
+        mode = "thread_local"  # other threads may pin the memory of batches meanwhile
+        with self._states.capturing(), torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode=mode):
             self._results = list(run(args))
 
     def replay(self) -> Sequence[Any]:

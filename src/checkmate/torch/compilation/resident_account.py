@@ -52,7 +52,8 @@ class ResidentAccount:
         self.replayed = replayed_step(inputs, options, whole=hooks.whole)  # its buffers are tensors besides the inputs
         # Steps are captured on a stream; the allocator gives a block only to the stream that it was made on.
         self.stream = side_stream(cuda, "capture") if self.replayed is not None and cuda is not None else None
-        warm_up(cuda, self.stream)
+        if self.stream is not None:
+            warm_up(cuda, self.stream)
         budget_of = options.budget_of if self.stream is None else "reserved"  # a CUDA graph keeps its pool
         # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
         asked = budget is not None or options.plan is not None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
-from checkmate.torch.graph.storages import storage_bytes
+from checkmate.torch.graph.storages import leaves, storage_bytes
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -26,6 +26,19 @@ def retraced(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
+    """A function that adds a node with the metadata of another, and traces it."""
+    mode = leaves(like.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
+
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+        node.meta["val"] = retraced(node, mode)
+        return node
+
+    return call
 
 
 def results(module: fx.GraphModule) -> tuple[Any, ...]:

@@ -199,9 +199,14 @@ class CalibratedSearch:
         memory, measured = self._largest(memory, measured)
         graph = self._graph if self._tenths else self.chains.contracted
         planned, cost = _simulated(graph, self._order)
-        sizes = {"target_bytes": self._target_bytes, "planned_bytes": planned, "needed_bytes": memory.peak_bytes}
-        outcome = CompiledPlan(self._order, memory, self._cost_of(len(self.trials)), bool(self._tenths))
-        trial = Trial(**sizes, cost=cost, measured=measured, outcome=outcome)
+        trial = Trial(
+            target_bytes=self._target_bytes,
+            planned_bytes=planned,
+            needed_bytes=memory.peak_bytes,
+            cost=cost,
+            measured=measured,
+            outcome=CompiledPlan(self._order, memory, self._cost_of(len(self.trials)), bool(self._tenths)),
+        )
         self.trials.append(trial)
         how = "measured" if measured else "counted in its code"
         _log.info("compiled: planned %s, %s %s", format_bytes(planned), how, format_bytes(memory.peak_bytes))
@@ -318,9 +323,16 @@ class CalibratedSearch:
             order = in_graph_order(graph, found.plan.order, max(found.peak_bytes, graph.resident_bytes + target))
             if any(order == t.outcome for t in predictions.trials):
                 break
-            planned, needed = _simulated(graph, order)[0], self._corrected(self._predicted(order))
-            sizes = {"target_bytes": target, "planned_bytes": planned, "needed_bytes": needed}
-            predictions.record(Trial(**sizes, cost=found.cost, measured=False, outcome=order))
+            predictions.record(
+                Trial(
+                    target_bytes=target,
+                    planned_bytes=_simulated(graph, order)[0],
+                    needed_bytes=self._corrected(self._predicted(order)),
+                    cost=found.cost,
+                    measured=False,
+                    outcome=order,
+                )
+            )
             if not target:
                 break
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)

@@ -12,8 +12,7 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.graph.op_properties import UNDEFINED, op_properties
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import leaves, storage_key
-from checkmate.torch.graph.traced import copy_graph, results
-from checkmate.torch.passes.losses import caller
+from checkmate.torch.graph.traced import caller, copy_graph, results
 
 aten = torch.ops.aten
 

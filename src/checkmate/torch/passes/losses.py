@@ -11,14 +11,12 @@ backward of the first piece wait for the forward of the last.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
-from checkmate.torch.graph.storages import concrete, leaves
-from checkmate.torch.graph.traced import retraced
+from checkmate.torch.graph.storages import concrete
+from checkmate.torch.graph.traced import caller
 
 aten = torch.ops.aten
 _NLL = aten.nll_loss_forward.default
@@ -68,19 +66,6 @@ def make_ones_without_input(graph: fx.Graph) -> None:
         full.meta = dict(node.meta)
         node.replace_all_uses_with(full)
         graph.erase_node(node)
-
-
-def caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
-    """A function that adds a node with the metadata of another, and traces it."""
-    mode = leaves(like.meta["val"])[0].fake_mode  # type: ignore[attr-defined]
-
-    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(target, args, kwargs)
-        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-        node.meta["val"] = retraced(node, mode)
-        return node
-
-    return call
 
 
 def correct_loss_storages(graph: fx.Graph) -> None:

@@ -114,8 +114,10 @@ class Coordinator:
         """Graph and plan of the newest step, or of its only graph, if that has the loss; None if neither was planned."""
         if self._plan is not None:
             return self._plan.graph, self._plan.result
-        alone = [run.planned for run in self._recorder.forwards if run.planned.alone and len(self._recorder.forwards) == 1]
-        return (alone[0].interface.graph, alone[0].own.result) if alone else None
+        forwards = self._recorder.forwards
+        if len(forwards) == 1 and forwards[0].planned.alone:
+            return forwards[0].planned.interface.graph, forwards[0].planned.own.result
+        return None
 
     @property
     def in_flight(self) -> bool:

@@ -39,9 +39,13 @@ def rules_of(node: fx.Node) -> tuple[Rule, ...]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         outputs = tuple(_frozen(value) if isinstance(value, torch.Tensor) else None for value in returned)
         call = OpCall(node.target, _frozen(tuple(args)), tuple((k, _frozen(v)) for k, v in kwargs.items()), outputs)
-    except NotImplementedError:
+    except _UnsupportedError:
         return ()
     return _rules(call)
+
+
+class _UnsupportedError(Exception):
+    """A value that no rule covers."""
 
 
 def _frozen(value: Any) -> Any:
@@ -49,12 +53,12 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else ()
         if value.layout is not torch.strided or not all(type(n) is int for n in numbers):
-            raise NotImplementedError
+            raise _UnsupportedError
         return Layout.of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, fx.Node, slice, dict)):
-        raise NotImplementedError
+        raise _UnsupportedError
     return value
 
 
