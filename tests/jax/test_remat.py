@@ -63,7 +63,8 @@ def test_a_value_and_its_view_are_stored_once(exact):
     weights, x = mlp(layers=8, width=64, batch=1024)
     planned = unverified(group_norm_loss, budget="50%", exact=exact, costs="estimated")
     memory = value_and_grad(planned).lower(weights, x).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.05 * (planned.result.peak_bytes - planned.graph.resident_bytes)
+    # In other than exact programs XLA also stores the difference that the sine and the cosine of the last layer share.
+    assert memory.temp_size_in_bytes <= (1.02 if exact else 1.05) * (planned.result.peak_bytes - planned.graph.resident_bytes)
 
 
 def test_what_passes_many_fences_is_behind_few():
