@@ -109,11 +109,27 @@ def test_what_a_script_keeps_counts_when_the_next_step_begins(caplog: pytest.Log
     def between() -> None:
         steps[0] += 1
         if steps[0] == 2:
-            kept.append(copy.deepcopy(net))
+            kept += (copy.deepcopy(net) for _ in range(8))
 
     loop = Loop(net, budget, inside=False, steps=5, between=between)
     assert max(loop.peaks) <= budget
     assert loop.planned[-1] + 64 >= loop.peaks[-1] > loop.peaks[0]
+
+
+@pytest.mark.parametrize("budget", ["100%", "90%"])
+def test_what_a_script_keeps_takes_nothing_from_a_share(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A share is one of what can be given up: a compiled step needs no fewer bytes beside copies of the model."""
+    net, (x, y) = Net(blocks=1), batch()
+    run = torch.compile(net, backend="checkmate", options={"budget": budget, "compiler": "inductor", **QUICK})
+    kept = list[nn.Module]()
+    for _ in range(3):
+        run(x, y).backward()
+        net.zero_grad(set_to_none=True)
+        kept += (copy.deepcopy(net) for _ in range(8))
+    result = coordinator().result
+    assert result is not None
+    assert any("compiled by Inductor" in remark for remark in result.remarks)
+    assert not any(word in caplog.text for word in ("again", "instead"))
 
 
 def test_a_second_model_of_the_process_keeps_its_budget_from_the_first_step_on() -> None:

@@ -265,7 +265,7 @@ class KnownSteps:
             case PlanDecision.PLAN:
                 return self._planned_as_one(step, room)
             case PlanDecision.COMPILE_FOR_LESS:
-                less = step.most_bytes(allotted) - max(room.earlier)
+                less = step.most_bytes(allotted, room.earlier) - max(room.earlier)
                 _log.info("compiled again for %s beside what earlier steps hold", format_bytes(less))
                 self._allot(step.first, StepAllotment.of_only_graph(less))
             case PlanDecision.TRACE_AGAIN:
