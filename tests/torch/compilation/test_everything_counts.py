@@ -109,7 +109,7 @@ def test_what_a_script_keeps_counts_when_the_next_step_begins(caplog: pytest.Log
     def between() -> None:
         steps[0] += 1
         if steps[0] == 2:
-            kept += (copy.deepcopy(net) for _ in range(8))
+            kept.append(copy.deepcopy(net))
 
     loop = Loop(net, budget, inside=False, steps=5, between=between)
     assert max(loop.peaks) <= budget

@@ -177,8 +177,8 @@ class KnownStep:
         keeps_budget = can_shrink = False
         if is_own_plan:
             most, memory = self.most_bytes(allotted, earlier), first.own.memory
-            fits = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
-            keeps_budget = fits or first.budget.keeps_everything
+            keeps_budget = memory.forward_peak_bytes + earlier[1] <= most and memory.backward_peak_bytes + earlier[2] <= most
+            keeps_budget |= bool(fused) and first.budget.keeps_everything
             less = most - max(earlier)
             smaller = less > 0 and (allotted is None or less < allotted.limit.peak_bytes)
             can_shrink = smaller and bool(fused) and first.ranks is None
@@ -191,10 +191,7 @@ class KnownStep:
         )
 
     def most_bytes(self, allotted: StepAllotment | None, earlier: tuple[int, ...]) -> int:
-        """The most bytes that its only graph and tensors of earlier steps may take, above resident memory.
-
-        A share grows with the bytes that no plan can change, such as the state that an optimizer has made since.
-        """
+        """The most bytes that its only graph and tensors of earlier steps may take, above resident memory."""
         own, first = self.first.own, self.first
         if allotted is not None and allotted.order is not None:  # compiled for the plan of its step, with room for eager code
             return allotted.limit.peak_bytes
@@ -204,8 +201,9 @@ class KnownStep:
             free = own.result.budget_bytes - first.interface.graph.resident_bytes
         # No plan leaves room for the gradient of a loss, the loss and similar ones: four scalars.
         free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
-        # Outside bytes are among the bytes of earlier steps, and in the peak of the plan.
-        return free + (max(earlier) if first.budget.is_share else first.outside_bytes)
+        if first.budget.is_share and not first.replaceable:  # it grows with the bytes that no plan can change, such as copies of the weights
+            return free + max(earlier)
+        return free + first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
 
 
 class Outliving(NamedTuple):
