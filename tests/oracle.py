@@ -50,7 +50,7 @@ def _depth(graph: Graph, v: int) -> int:
 
 def naive_host_bytes(graph: Graph, plan: Plan) -> list[int]:
     """Bytes on the host after every step: the copies there are a set of values."""
-    there: set[int] = set()
+    there = {step.value for step in plan.steps if isinstance(step, Fetch) and graph.values[step.value].on_host}
     held: list[int] = []
     for step in plan.steps:
         if isinstance(step, Offload):
@@ -97,7 +97,7 @@ def naive_end(graph: Graph, plan: Plan, host: HostMemory) -> int:
                     out = isinstance(step, Offload)
                     rate = host.out_bytes_per_s if out else host.in_bytes_per_s
                     length = ceil(Fraction(graph.values[step.value].size_bytes * 10**9, rate))
-                    jobs[position] = _Job(length, [] if out else [made[step.value]])
+                    jobs[position] = _Job(length, [made[step.value]] if not out and step.value in made else [])
                     queues[type(step)].append(jobs[position])
                     if out:
                         made[step.value] = jobs[position]
@@ -139,7 +139,7 @@ def _waits(graph: Graph, plan: Plan) -> list[tuple[list[int], list[int]]]:
         elif isinstance(what, Fetch):
             newest[what.value] = (what.value, step)
             moved[newest[what.value]] = [step]
-            host[what.value].append(step)
+            host.setdefault(what.value, []).append(step)
         gone = set(old.values()) - set(newest.values())
         after = [copy for storage in gone for copy in moved.get(storage, ())]
         found.append((before, after + (host.pop(what.value) if isinstance(what, Discard) else [])))

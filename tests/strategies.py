@@ -103,6 +103,30 @@ def with_more_kept(rng: random.Random, graph: Graph, chance: float) -> Graph:
     return msgspec.structs.replace(graph, values=values)
 
 
+def with_host_values(rng: random.Random, graph: Graph) -> Graph:
+    """The graph with one to three values in front that are on the host before the step, each read by some ops, perhaps as a view.
+
+    Args:
+        rng: Source of randomness.
+        graph: The graph.
+    """
+    count = rng.randint(1, 3)
+    ops = [Op(f"w{k}", (), (k,), 0, recomputable=False) for k in range(count)]
+    values = [Value(f"w{k}", rng.randint(0, 6), on_host=True) for k in range(count)]
+    views = [k for k in range(count) if rng.random() < 0.3]
+    ops += [Op(f"w{k}.T", (k,), (count + i,), rng.choice([0, 0, 1])) for i, k in enumerate(views)]
+    values += [Value(f"w{k}.T", 0, base=k) for k in views]
+    first, more = len(ops), len(values)
+    for op in graph.ops:
+        fixed = tuple(v + more for v in op.inputs)
+        read = tuple(v for v in range(more) if rng.random() < 0.4)
+        moved = {"outputs": tuple(v + more for v in op.outputs), "clobbered_by": tuple(c + first for c in op.clobbered_by)}
+        ops.append(msgspec.structs.replace(op, inputs=(*read, *fixed), **moved))
+    values += [msgspec.structs.replace(x, base=None if x.base is None else x.base + more) for x in graph.values]
+    order = tuple((a + first, b + first) for a, b in graph.order)
+    return msgspec.structs.replace(graph, ops=tuple(ops), values=tuple(values), order=order)
+
+
 def _inputs(rng: random.Random, made: int, o: int, count: int, training: bool, ops: list[Op]) -> list[int]:
     if not made:
         return []
@@ -150,13 +174,18 @@ def random_host(rng: random.Random) -> HostMemory:
 def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
     """A plan that can run, with copies wherever a rule allows them: early, late, twice, of what is never read again.
 
-    Its copies may take more of the host than there is.
+    Its copies may take more of the host than there is. Of the values that are on the host before the step, some are on the device
+    too.
     """
-    given = Plan.from_order(graph, random_order(rng, graph)).steps
+    there = {v for v, value in enumerate(graph.values) if value.on_host}
+    absent = {v for v in there if rng.random() < 0.6}
+    made = {graph.producer[v] for v in absent}
+    given = [s for s in Plan.from_order(graph, random_order(rng, graph)).steps if not (isinstance(s, Compute) and s.op in made)]
+    begin = max((p for p, s in enumerate(given) if s in [Compute(graph.producer[v]) for v in there]), default=-1)
     steps: list[Compute | Free | Offload | Fetch | Discard] = []
     live: set[int] = set()
-    copied: set[int] = set()
-    away: set[int] = set()  # values that were freed early and that a later step may read
+    copied = set(there)
+    away = set(absent)  # values that were freed early and that a later step may read
     owners = [v for v, value in enumerate(graph.values) if value.base is None]
     often = rng.choice([0.1, 0.3, 0.6])
 
@@ -165,7 +194,7 @@ def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
         live.add(v)
         away.discard(v)
 
-    for step in given:
+    for p, step in enumerate(given):
         if isinstance(step, Compute):
             for v in graph.ops[step.op].inputs:
                 if v in away:
@@ -178,7 +207,7 @@ def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
             live.remove(step.value)
         else:
             away.discard(step.value)
-        for v in owners:
+        for v in owners if p >= begin else ():
             if v in live and v not in copied and rng.random() < often:
                 steps.append(Offload(v))
                 copied.add(v)
@@ -188,11 +217,11 @@ def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
                 away.add(v)
             elif v in away and rng.random() < often / 2:
                 fetch(v)
-            elif v in copied and v not in away and rng.random() < often / 2:
+            elif v in copied - there and v not in away and rng.random() < often / 2:
                 steps.append(Discard(v))
                 copied.remove(v)
     for v, value in enumerate(graph.values):
-        if value.kept and v in away:
+        if value.kept and v in away and (v not in absent or rng.random() < 0.3):
             fetch(v)
-    steps += [Discard(v) for v in sorted(copied) if rng.random() < 0.5]
+    steps += [Discard(v) for v in sorted(copied - there) if rng.random() < 0.5]
     return Plan(tuple(steps), graph.digest, host)

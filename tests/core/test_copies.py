@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 import checkmate
-from checkmate import Compute, Discard, Fetch, Free, Graph, HostMemory, Offload, Plan, PlanError, simulate, validate
+from checkmate import (
+    Compute,
+    Discard,
+    Fetch,
+    Free,
+    Graph,
+    HostMemory,
+    Offload,
+    Plan,
+    PlanError,
+    Problem,
+    simulate,
+    solve,
+    validate,
+)
 from checkmate.core.plan import with_frees
 from tests.oracle import naive_bytes, naive_end, naive_host_bytes
-from tests.strategies import random_copies, random_graph, random_host
+from tests.strategies import random_copies, random_graph, random_host, with_host_values
 
 BUS = HostMemory(100, 10**9, 5 * 10**8)  # a byte takes 1 ns out and 2 ns back
 
@@ -41,10 +56,11 @@ def offloaded(*, fetch_after: int = 2, free_after: int = 1) -> Plan:
     return Plan((*steps, Free(3), Discard(0), Free(0)), chain().digest, BUS)  # type: ignore[arg-type]
 
 
-def accounts_agree(seed: int) -> Plan:
-    """Compare the three accounts on one random instance."""
+def accounts_agree(seed: int, *, on_host: bool = False) -> Plan:
+    """Compare the three accounts on one random instance, with values that are on the host before the step if asked to."""
     rng = random.Random(seed)
     graph, host = random_graph(rng, max_ops=rng.choice([3, 6, 9])), random_host(rng)
+    graph = with_host_values(rng, graph) if on_host else graph
     plan = random_copies(rng, graph, host)
     timeline = simulate(graph, plan)
     assert timeline.bytes.tolist() == naive_bytes(graph, plan)
@@ -77,10 +93,19 @@ def test_three_accounts_agree_on_random_copies():
     assert sum(plan.host is not None for plan in plans) > 250
 
 
+def test_three_accounts_agree_on_values_that_were_on_the_host():
+    """They are fetched without being offloaded, are there from the beginning, or both; some plans never discard."""
+    plans = [accounts_agree(seed, on_host=True) for seed in range(400)]
+    kinds = {type(step) for plan in plans for step in plan.steps}
+    assert kinds == {Compute, Free, Offload, Fetch, Discard}
+    assert sum(plan.host is not None for plan in plans) > 300
+
+
 @pytest.mark.slow
-def test_three_accounts_agree_on_ten_thousand_random_copies():
+@pytest.mark.parametrize("on_host", [False, True])
+def test_three_accounts_agree_on_ten_thousand_random_copies(on_host):
     """The same for many more seeds."""
-    copied = sum(accounts_agree(seed).host is not None for seed in range(1000, 14_000))
+    copied = sum(accounts_agree(seed, on_host=on_host).host is not None for seed in range(1000, 14_000))
     assert copied >= 10_000
 
 
@@ -259,3 +284,116 @@ def test_the_cost_of_a_plan_with_copies_is_the_end_of_the_step():
     """`evaluate` has both accounts agree on it."""
     result = checkmate.evaluate(chain(), offloaded(free_after=2))
     assert (result.cost, result.bound) == (24, 15.0)
+
+
+def weighted(*, size: int = 6) -> Graph:
+    """Two ops of 3 ns, each with a view of a weight of its own that is on the host, which both read again, in reverse."""
+    ops = [checkmate.Op(f"w{k}", (), (k,), 0, recomputable=False) for k in (0, 1)]
+    values = [checkmate.Value(f"w{k}", size, on_host=True) for k in (0, 1)]
+    ops.append(checkmate.Op("w1.T", (1,), (2,), 0))
+    values.append(checkmate.Value("w1.T", 0, base=1))
+    for k, reads in enumerate([(0,), (2, 3), (4, 1), (5, 0)]):
+        ops.append(checkmate.Op(f"f{k}", reads, (3 + k,), 3))
+        values.append(checkmate.Value(f"a{k}", 2, kept=k == 3))
+    return Graph(tuple(ops), tuple(values), name="weighted")
+
+
+W0, W1, T1, A, B, C, D = (Compute(o) for o in range(7))
+LATE = "op 1 ('w1') is for a value that is there when the step begins, and it is computed later"
+
+
+def test_a_value_on_the_host_is_fetched_and_freed_any_number_of_times():
+    """Six bytes take 12 ns. Both weights come twice, and nothing is offloaded or discarded: the host holds both throughout."""
+    sequence = (Fetch(0), A, Fetch(1), T1, B, Free(1), Fetch(1), C, Fetch(0), D)
+    plan = with_frees(weighted(), sequence, BUS)
+    assert plan.steps.count(Free(0)) == plan.steps.count(Free(1)) == 2
+    timeline = simulate(weighted(), plan)
+    assert (timeline.cost, timeline.waited) == (12 + 3 + 12 + 3 + 12 + 3 + 12 + 3, 48)
+    assert timeline.host_bytes.tolist() == [12] * len(plan.steps)
+    assert timeline.peak_bytes == 6 + 2 + 2
+    assert validate(weighted(), plan, 10, cost=60) == ()
+
+
+def test_a_value_that_is_there_when_the_step_begins_is_there_when_it_ends():
+    """Its op is computed before anything else. It may be away in between; what is never fetched takes no bytes of the host."""
+    plan = with_frees(weighted(), (W0, W1, A, T1, B, C, Fetch(0), D), BUS)
+    timeline = simulate(weighted(), plan)
+    assert timeline.bytes[1] == 12
+    assert timeline.bytes[-1] == 14
+    assert timeline.host_peak_bytes == 6
+    assert plan.steps.count(Free(0)) == 1
+    assert validate(weighted(), plan, 16, cost=timeline.cost) == ()
+    gone = Plan((*plan.steps, Free(1)), host=BUS)
+    assert [tuple(v)[:2] for v in validate(weighted(), gone)] == [("kept", len(plan.steps) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ((W1, W0, A, T1, B, C, D), ("order", 0, "op 1 is first computed before op 0")),
+        ((W0, A, W1, T1, B, C, D), ("order", 1, "op 3 is first computed before op 1")),
+        ((Fetch(0), W1, A, T1, B, C, D), ("order", 1, LATE)),
+        ((W0, Free(0), W1, Fetch(0), A, T1, B, C, D), ("order", 2, LATE)),
+        ((W0, W0, W1, A, T1, B, C, D), ("once", 1, "op 0 ('w0') may run only once")),
+        ((W0, W1, A, T1, B, C, D, Discard(0)), ("discard", 7, "the copy of value 0 is discarded and was there before the step")),
+        ((W0, W1, A, T1, B, C, D, Offload(0)), ("offload", 7, "value 0 is copied to the host and has a copy there")),
+    ],
+)  # fmt: skip
+def test_misuse_of_values_on_the_host_is_found(steps, found):
+    """What is on the device when the step begins counts from the beginning, once, and the host's copy is not the plan's."""
+    assert found in [tuple(v) for v in validate(weighted(), Plan(steps, host=BUS))]
+
+
+def test_a_copy_that_was_there_before_the_step_stays():
+    """The account refuses to discard it."""
+    with pytest.raises(PlanError, match=r"step 1 discards the copy of value 0, which was on the host before the step$"):
+        simulate(weighted(), Plan((W0, Discard(0)), host=BUS))
+
+
+def test_without_copies_values_on_the_host_are_on_the_device_from_the_beginning_to_the_end():
+    """Every solver holds both weights all the time; the order that says so is part of the graph and of its file."""
+    graph = weighted()
+    assert graph.order == ((0, 1), (1, 3))  # the view allocates nothing: any place will do
+    for solver in (None, checkmate.BruteForce(), checkmate.Milp(), checkmate.LocalSearch(), checkmate.AStar()):
+        plan = solve(Problem(graph, "100%"), solver, limits=checkmate.Limits(time_s=5)).plan
+        assert plan.order.index(0) < plan.order.index(1) < plan.order.index(3)
+        timeline = simulate(graph, plan)
+        assert min(timeline.bytes[plan.steps.index(A) :]) >= 12
+        assert timeline.host_peak_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"inputs": (0,)}, {"cost": 1}, {"workspace_bytes": 1}, {"recomputable": True}, {"outputs": (1, 2)}, {"clobbered_by": (3,)}],
+)
+def test_the_op_of_a_value_on_the_host_does_nothing(fault):
+    """It stands for what is there."""
+    graph = weighted()
+    ops = [graph.ops[0], msgspec.structs.replace(graph.ops[1], **fault), *graph.ops[2:]]
+    ops = [op for op in ops if not ("outputs" in fault and op.name == "w1.T")]
+    with pytest.raises(checkmate.GraphError, match="'w1' makes a value on the host"):
+        Graph(tuple(ops), graph.values)
+
+
+def test_values_on_the_host_come_before_ops_that_allocate():
+    """An op that is listed before them makes the listing no order."""
+    ops = (checkmate.Op("f", (), (0,), 3), checkmate.Op("w", (), (1,), 0, recomputable=False))
+    with pytest.raises(checkmate.GraphError, match="op 1 must come before op 0"):
+        Graph(ops, (checkmate.Value("a", 1), checkmate.Value("w", 1, on_host=True)))
+
+
+def test_files_of_graphs_with_values_on_the_host_have_version_two(tmp_path):
+    """The property is written only where it is set; a digest depends on it, and without it is what it was."""
+    graph = weighted()
+    without = tuple(msgspec.structs.replace(x, on_host=False) for x in graph.values)
+    plain = Graph(graph.ops, without, order=graph.order)
+    assert plain.digest != graph.digest
+    for value, version in ((plain, 1), (graph, 2)):
+        path = tmp_path / f"{version}.json"
+        checkmate.write(value, path)
+        assert path.read_text().startswith(f'{{"format":"checkmate.graph/{version}"')
+        assert ("on_host" in path.read_text()) == (version == 2)
+        assert checkmate.read(path) == value
+    path.write_text(path.read_text().replace("graph/2", "graph/1"))
+    with pytest.raises(checkmate.FileFormatError, match="has no copies to the host"):
+        checkmate.read(path)

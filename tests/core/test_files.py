@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path, text, says):
         (
             '{"format": "checkmate.graph/9"}',
             "format 'checkmate.graph/9' is not read here; this release reads checkmate.graph/1, checkmate.plan/1, "
-            "checkmate.result/1, checkmate.curve/1, checkmate.plan/2, checkmate.result/2, checkmate.curve/2"
+            "checkmate.result/1, checkmate.curve/1, checkmate.plan/2, checkmate.result/2, checkmate.curve/2, checkmate.graph/2"
             "\n\nhint: upgrade checkmate-remat if the file is newer",
         ),
         (
@@ -237,7 +237,7 @@ def test_a_file_that_is_not_there_is_the_systems_error(tmp_path):
 def test_every_kind_has_one_format():
     """A new version is a new name; the old one goes on being read."""
     first = ("checkmate.graph/1", "checkmate.plan/1", "checkmate.result/1", "checkmate.curve/1")
-    assert formats() == (*first, "checkmate.plan/2", "checkmate.result/2", "checkmate.curve/2")
+    assert formats() == (*first, "checkmate.plan/2", "checkmate.result/2", "checkmate.curve/2", "checkmate.graph/2")
     with pytest.raises(KeyError):
         schema("checkmate.graph/0")
 

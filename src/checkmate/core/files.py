@@ -1,7 +1,7 @@
 """Graphs, plans, results and curves as JSON files, versioned and written atomically.
 
-Plans with copies to the host, and results and curves with these plans, have version 2. All others are written as version 1, which
-earlier releases read.
+Plans with copies to the host, results and curves with these plans, and graphs with values that are on the host before the step
+have version 2. All others are written as version 1, which earlier releases read.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _FORMATS: dict[str, type[Content]] = {
     "checkmate.plan/2": Plan,
     "checkmate.result/2": Result,
     "checkmate.curve/2": Curve,
+    "checkmate.graph/2": Graph,
 }
 _VERBS = {Graph: "capture", Plan: "plan", Result: "plan --result", Curve: "pareto"}
 _ONLY_WITH_COPIES = ("Offload", "Fetch", "Discard", "HostMemory")
@@ -110,6 +111,8 @@ def encode(value: Content) -> bytes:
 
 
 def _has_copies(value: Content) -> bool:
+    if isinstance(value, Graph):
+        return any(v.on_host for v in value.values)
     plans = [value] if isinstance(value, Plan) else [value.plan] if isinstance(value, Result) else []
     if isinstance(value, Curve):
         plans = [point.plan for point in value.points]
@@ -233,7 +236,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def _without_copies(document: dict[str, Any]) -> dict[str, Any]:
-    """The schema of version 1, in which plans have neither copies nor a host."""
+    """The schema of version 1, in which plans have neither copies nor a host, and graphs no values on the host."""
     definitions = {kind: d for kind, d in document["$defs"].items() if kind not in _ONLY_WITH_COPIES}
     if "Plan" in definitions:
         steps = definitions["Plan"]["properties"]["steps"]["items"]
@@ -242,6 +245,8 @@ def _without_copies(document: dict[str, Any]) -> dict[str, Any]:
         mapping = steps["discriminator"]["mapping"]
         steps["discriminator"]["mapping"] = {tag: kind for tag, kind in mapping.items() if kind not in dropped}
         del definitions["Plan"]["properties"]["host"]
+    if "Value" in definitions:
+        del definitions["Value"]["properties"]["on_host"]
     return {**document, "$defs": definitions}
 
 

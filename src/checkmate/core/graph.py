@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -69,15 +70,21 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
         size_bytes: Bytes newly allocated for it; 0 for a view.
         base: For a view, the value whose storage it shares, else None.
         kept: Whether it must be live at the end: losses, gradients, updated buffers.
+        on_host: Whether the host has a copy of it before, during and after the step, as of frozen weights. It is the only output
+            of an op without inputs and cost. A plan computes this op if the value is on the device when the step begins. The
+            value is then ``kept``: the next step begins alike. Otherwise the plan fetches it before each use, and it need not
+            be there at the end.
     """
 
     name: str
     size_bytes: int
     base: int | None = None
     kept: bool = False
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", shortened(self.name))
+        msgspec.structs.force_setattr(self, "kept", self.kept or self.on_host)
         _set_amount(self, "size_bytes")
         if self.base is not None:
             msgspec.structs.force_setattr(self, "base", operator.index(self.base))
@@ -98,7 +105,8 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     Attributes:
         ops: The ops, in an order in which they can run.
         values: The values; each is an output of exactly one op.
-        order: Pairs (a, b) of ops: the first computation of a comes before the first of b.
+        order: Pairs (a, b) of ops: the first computation of a comes before the first of b. Pairs that put the ops of values
+            on the host before all ops that allocate are added.
         resident_bytes: Bytes there before and after that no plan can change.
         cost_unit: Unit of the costs.
         name: Name for people.
@@ -132,6 +140,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         _check_totals(self)
         _check_ops(self)
         _check_views(self)
+        msgspec.structs.force_setattr(self, "order", _host_values_first(self))
         _check_order(self)
 
     def __repr__(self) -> str:
@@ -318,7 +327,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             resident_bytes,
             self.order,
             [(o.inputs, o.outputs, o.workspace_bytes, o.replay_bytes, o.recomputable, o.clobbered_by, o.kind) for o in self.ops],
-            [(v.size_bytes, v.base, v.kept) for v in self.values],
+            [(v.size_bytes, v.base, v.kept, *(["on_host"] if v.on_host else [])) for v in self.values],
         )
         return "sha256:" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
@@ -414,6 +423,30 @@ def _check_views(graph: Graph) -> None:
                     f"value {v} ({name!r}) is a view of value {base}, whose storage its op {op.name!r} does not read",
                     hint="let the op of a view read its base or another view of it",
                 )
+
+
+def _host_values_first(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """The graph's order, by which ops of values on the host also come before each op that allocates: what they make is there."""
+    first = [graph.producer[v] for v, value in enumerate(graph.values) if value.on_host]
+    if not first:
+        return graph.order
+    for op in (graph.ops[o] for o in first):
+        tied = op.inputs or op.cost or op.workspace_bytes or op.replay_bytes or op.recomputable or op.clobbered_by
+        if tied or len(op.outputs) > 1 or graph.values[op.outputs[0]].base is not None:
+            raise GraphError(
+                f"op {op.name!r} makes a value on the host, and it reads, costs or makes something else, or may run again",
+                hint="give the value an op without inputs, cost and other outputs, with recomputable=False",
+            )
+    first.sort()
+    pairs, follows, skipped = list(pairwise(first)), set[int](), set(first)
+    for o, op in enumerate(graph.ops):
+        behind = any(graph.producer[v] in follows for v in op.inputs)
+        if o in skipped or (not behind and graph._only_views(op)):  # pyright: ignore[reportPrivateUsage]
+            continue
+        follows.add(o)
+        if not behind:
+            pairs.append((first[-1], o))
+    return tuple(dict.fromkeys((*graph.order, *pairs)))
 
 
 def _check_order(graph: Graph) -> None:

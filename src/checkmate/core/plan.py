@@ -241,7 +241,7 @@ def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None =
 
     A `Free` in the sequence is the earliest place for the free of its value, where the copy is expected to be done; if the last
     read is later, the value is freed after it. A copy on the host is discarded after the first computation that reads the
-    fetched value.
+    fetched value. Copies that were there before the step stay, and values that are fetched from them need not be live at the end.
 
     Raises:
         PlanError: An op index is out of range, or an op reads a value that no earlier step has made.
@@ -274,9 +274,11 @@ def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None =
             newest[v] = last[v, p] = p
     after: list[list[Step]] = [[] for _ in sequence]
     for v in sorted(fetched):
-        after[discards.get(v, len(sequence) - 1)].append(Discard(v))
+        if not graph.values[v].on_host:
+            after[discards.get(v, len(sequence) - 1)].append(Discard(v))
+    begun = {v for o in {step.op for step in sequence if isinstance(step, Compute)} for v in graph.ops[o].outputs}
     for v, made in sorted(last):
-        if not (graph.values[v].kept and newest[v] == made):
+        if not (graph.values[v].kept and v in begun and newest[v] == made):
             after[last[v, made]].append(Free(v))
     steps: list[Step] = []
     for p, step in enumerate(sequence):

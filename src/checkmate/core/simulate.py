@@ -44,7 +44,8 @@ class Timeline:
             it for any other step. Shape ``[step]``, int64.
         cost: Sum of the costs of all computations, in the graph's ``cost_unit``; with copies, the time at which the step ends,
             waits for copies included.
-        host_bytes: Bytes of the copies on the host after every step. Shape ``[step]``, int64.
+        host_bytes: Bytes of the copies on the host after every step. A copy that was there before the step counts at every step
+            if the plan fetches the value. Shape ``[step]``, int64.
         copies: Copies in the order in which they are issued.
     """
 
@@ -86,7 +87,8 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
 
     Copies run in parallel to the compute stream, on one engine in each direction, in the order of issue. The compute stream waits
     for a copy only before an op that reads the fetched value, a free of the storage, a discard of the copy on the host, and at
-    the end of the step. Therefore the bytes depend on the order of the steps alone, not on times.
+    the end of the step. Therefore the bytes depend on the order of the steps alone, not on times. A value that is on the host
+    before the step may be fetched at once, and its copy stays.
 
     Args:
         graph: The graph.
@@ -142,7 +144,7 @@ class _Bus:
         self.engine: dict[str, int] = {"out": 0, "in": 0}
         self.busy: dict[int, int] = {}
         self.arriving: dict[int, int] = {}
-        self.host_copy: dict[int, int] = {}
+        self.host_copy = {v: 0 for v, value in enumerate(graph.values) if value.on_host}
 
     def wait_to_read(self, instance: int) -> None:
         self.now = max(self.now, self.arriving.pop(instance, 0))
@@ -185,6 +187,8 @@ class _Ledger:
         self.graph = graph
         self.steps = plan.steps
         self.bus = _Bus(graph, host or plan.host)
+        fetched = {step.value for step in plan.steps if isinstance(step, Fetch)} & set(self.bus.host_copy)
+        self.bus.held = sum(graph.values[v].size_bytes for v in fetched)
         self.held = graph.resident_bytes
         self.storage_of: dict[int, int] = {}  # value -> storage instance of its newest instance
         self.size: dict[int, int] = {}  # storage instance -> bytes
@@ -262,6 +266,8 @@ class _Ledger:
         elif not copied:
             raise PlanError(f"step {position} needs a copy of value {v} on the host, and there is none")
         elif isinstance(step, Discard):
+            if self.graph.values[v].on_host:
+                raise PlanError(f"step {position} discards the copy of value {v}, which was on the host before the step")
             self.bus.discard(v)
         elif live:
             raise PlanError(f"step {position} fetches value {v}, and it is live")

@@ -104,7 +104,9 @@ class _Table:
         self.runs: dict[int, list[int]] = {}  # op -> steps that compute it
         self.owner = _owners(graph)
         self.views: dict[int, list[tuple[int, int]]] = {}  # op -> its views, each with the value whose storage it shares
-        self.copied: dict[int, list[int]] = {}  # value -> steps of the copies to and from the host copy that it has
+        # Value -> steps of the copies to and from the host copy that it has.
+        self.copied: dict[int, list[int]] = {v: [] for v, value in enumerate(graph.values) if value.on_host}
+        self.begun = False  # whether a value of the host was fetched or freed: no other can have been there from the beginning
         self.on_host: list[tuple[int, int, int]] = []  # value, first step, step that discards it
         self.moves: dict[int, list[int]] = {}  # storage number -> steps of its copies
         self.fetched: dict[int, int] = {}  # storage number -> step of the copy into it
@@ -137,6 +139,9 @@ class _Table:
                 self.found.append(Violation("read", step, f"op {o} ({op.name!r}) reads value {v} ({name!r}), which is not live"))
             elif self.current[v] in self.fetched:
                 self.reads.setdefault(step, []).append(self.fetched[self.current[v]])
+        if self.begun and any(self.graph.values[v].on_host for v in op.outputs):
+            text = f"op {o} ({op.name!r}) is for a value that is there when the step begins, and it is computed later"
+            self.found.append(Violation("order", step, text))
         self.runs.setdefault(o, []).append(step)
         for v in op.outputs:
             if self.graph.values[v].base is None:
@@ -156,6 +161,7 @@ class _Table:
             return
         # A storage that a free releases last counts one step before the free.
         self._leave(self.current.pop(v), step - 1, step)
+        self.begun |= self.graph.values[v].on_host
 
     def offload(self, step: int, v: int) -> None:
         if v not in self.current or v in self.copied or self.graph.values[v].base is not None:
@@ -177,10 +183,12 @@ class _Table:
         self.copied[v].append(step)
         self.moves[storage] = [step]
         self.fetched[storage] = step
+        self.begun = True
 
     def discard(self, step: int, v: int) -> None:
-        if v not in self.copied:
-            self.found.append(Violation("discard", step, f"the copy of value {v} is discarded and there is none"))
+        if v not in self.copied or self.graph.values[v].on_host:
+            why = "there is none" if v not in self.copied else "was there before the step"
+            self.found.append(Violation("discard", step, f"the copy of value {v} is discarded and {why}"))
             return
         copies = self.copied.pop(v)
         self.on_host.append((v, copies[0], step))
@@ -188,12 +196,13 @@ class _Table:
 
     def finish(self, end: int) -> None:
         for v, value in enumerate(self.graph.values):
-            if value.kept and v not in self.current:
+            if value.kept and v not in self.current and (not value.on_host or self.graph.producer[v] in self.runs):
                 self.found.append(Violation("kept", end, f"value {v} ({value.name!r}) must be live at the end and is not"))
         for life in self.names.values():
             if life[2] < 0:
                 life[2] = end
-        self.on_host += [(v, copies[0], end) for v, copies in self.copied.items()]
+        on_host = [(v, 0 if self.graph.values[v].on_host else copies[0]) for v, copies in self.copied.items() if copies]
+        self.on_host += [(v, first, end) for v, first in on_host]
 
     def _point(self, v: int, storage: int, step: int) -> None:
         """Let a value name another storage; its former storage counts to the end of this step."""
@@ -255,7 +264,7 @@ def _shared(graph: Graph, o: int, owner: list[int]) -> Iterator[tuple[int, int]]
 def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: list[Violation], recompute: str) -> None:
     for o, op in enumerate(graph.ops):
         steps = runs.get(o, [])
-        if not steps:
+        if not steps and not any(graph.values[v].on_host for v in op.outputs):
             found.append(Violation("missing", end, f"op {o} ({op.name!r}) is never computed"))
         elif len(steps) > 1 and not op.recomputable:
             found.append(Violation("once", steps[1], f"op {o} ({op.name!r}) may run only once"))
@@ -331,7 +340,7 @@ def _check_cost(graph: Graph, plan: Plan, table: _Table, bus: HostMemory | None,
         elif isinstance(step, (Offload, Fetch)):
             assert bus is not None
             rate = bus.out_bytes_per_s if isinstance(step, Offload) else bus.in_bytes_per_s
-            after = engines[type(step)][-1:] + ([made[step.value]] if isinstance(step, Fetch) else [])
+            after = engines[type(step)][-1:] + ([made[step.value]] if isinstance(step, Fetch) and step.value in made else [])
             length = (graph.values[step.value].size_bytes * 1_000_000_000 + rate - 1) // rate
             done[index] = max([stream, *(done[copy] for copy in after)]) + length
             engines[type(step)].append(index)

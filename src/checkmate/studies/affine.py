@@ -125,8 +125,8 @@ def check_same_structure(small: Graph, small_batch: int, large: Graph, large_bat
                     f"{where} differ in op {o} ({a.name!r}): {fact} is {getattr(a, fact)!r} and {getattr(b, fact)!r}", hint=_HINT
                 )
     for v, (x, y) in enumerate(zip(small.values, large.values, strict=True)):
-        if (x.base, x.kept) != (y.base, y.kept):
-            raise GraphError(f"{where} differ in value {v} ({x.name!r}): base or kept", hint=_HINT)
+        if (x.base, x.kept, x.on_host) != (y.base, y.kept, y.on_host):
+            raise GraphError(f"{where} differ in value {v} ({x.name!r}): base, kept or on_host", hint=_HINT)
     if small.order != large.order:
         raise GraphError(f"{where} differ in `order`", hint=_HINT)
 

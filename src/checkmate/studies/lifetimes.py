@@ -12,8 +12,8 @@ from checkmate.core.plan import Compute, Fetch, Free, Plan
 
 Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""Kinds of memory: resident bytes, such as parameters; forward values as first computed; values computed again; outputs of
-backward ops; outputs of the optimizer; workspace and the states of random generators for replay."""
+"""Kinds of memory: resident bytes and values on the host before the step, such as parameters; forward values as first computed;
+values computed again; outputs of backward ops; outputs of the optimizer; workspace and random states for replay."""
 
 
 class StorageLifetime(NamedTuple):
@@ -42,7 +42,7 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
 
     def make(v: int, step: int, category: Category) -> None:
         newest[v] = len(made)
-        made.append((v, step, category))
+        made.append((v, step, "resident" if graph.values[v].on_host else category))
         reads.append([])
         sharers.append(1)
 
