@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,10 +16,13 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+from checkmate.torch._compat import replaced
 
 __all__ = [
     "FakeTensor",
@@ -43,6 +47,19 @@ def fake_mode_with_numbers() -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     mode.allow_scalar_outputs = True
     return mode
+
+
+@contextmanager
+def traced_on(device: torch.device, of: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Let some tensors have fake tensors on another device inside."""
+    describe = MetaTensorDescriber.describe_tensor
+
+    def described(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> Any:
+        found = describe(self, t, **options)
+        return replace(found, device=device) if of(t) else found
+
+    with replaced(MetaTensorDescriber, "describe_tensor", described):
+        yield
 
 
 @contextmanager

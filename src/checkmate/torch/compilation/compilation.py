@@ -65,6 +65,7 @@ class Compilation:
             extra_resident_bytes=account.resident.total_bytes,
             # AOTAutograd merges equal inputs, which changes their positions.
             accumulated=lambda count: account.accumulated if count == len(account.inputs) else frozenset(),
+            read_from_host=account.read_from_host,
             on_planned=self.executable.on_planned,
             on_unplannable=self._unplannable,
             most_workspace_bytes=2 ** (20 if options.budget_of == "reserved" else 63),  # a larger request is in other segments
@@ -227,4 +228,5 @@ class Executable:
                 self._account.replayed.memory, self._account.replayed.budget_bytes = self._counted, result.budget_bytes
         elif result.plan.host is not None:
             self._around = BUFFERS.step
+            self._account.pin_weights(joint.capture, result.plan)
         self._hooks.planned(interface, result)

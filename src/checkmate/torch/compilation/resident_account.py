@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 
 from checkmate.core.budget import ResidentMemory
+from checkmate.core.plan import Fetch, Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.dispatch import no_modes
@@ -17,13 +19,14 @@ from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.cuda_graph import replayed_step
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.graph.host_weights import ON_DEVICE, frozen_weights, read_on_device
 from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, optimizers_without_state, state_to_come_bytes
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.options import Options
-from checkmate.torch.partition.copies import side_stream
+from checkmate.torch.partition.copies import RESIDENTS, pin_weight, side_stream
 from checkmate.torch.steps.coordinator import coordinator
 from checkmate.torch.steps.program import GraphInterface, weakly
 
@@ -79,6 +82,9 @@ class ResidentAccount:
         # Eager code may overwrite the batch and buffers between forward and backward, such as the queue of a momentum encoder.
         state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
         self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
+        given = options.planning.plan
+        copies = options.host is not None or (given is not None and given.host is not None)
+        self.on_host = frozen_weights(inputs, self.device) if copies else frozenset[int]()  # inputs that a plan may fetch
         self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
         if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
             self.accumulated = _accumulating(inputs, options.accumulate)
@@ -86,7 +92,7 @@ class ResidentAccount:
 
     def _outside_bytes(self, inputs: Sequence[Any]) -> int:
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
-        return coordinator().outside_bytes(tensors, self._count_device) - self.counted_bytes
+        return coordinator().outside_bytes([*tensors, *RESIDENTS.of(tensors)], self._count_device) - self.counted_bytes
 
     def early_ops(self, capture: Capture) -> frozenset[int]:
         """Ops of a part of a step that are computed in the forward only; see `reads_of_overwritable`."""
@@ -94,6 +100,20 @@ class ResidentAccount:
         # AOTAutograd merges equal inputs, which changes their positions.
         same = len(captured.readers) == len(self.inputs)
         return reads_of_overwritable(captured, self._overwritable) if same else frozenset()
+
+    def read_from_host(self, graph: fx.Graph) -> None:
+        """Have a graph read the frozen weights that a plan may fetch by `ON_DEVICE`."""
+        inputs = graph.find_nodes(op="placeholder")
+        if len(inputs) == len(self.inputs):  # AOTAutograd merges equal inputs, which changes their positions
+            read_on_device([inputs[k] for k in sorted(self.on_host)], inputs[-1].next, self.device)
+
+    def pin_weights(self, capture: Capture, plan: Plan) -> None:
+        """Pin the weights that a plan fetches, which takes longer than their copies."""
+        inputs = capture.joint.graph.find_nodes(op="placeholder")
+        fetched = {step.value for step in plan.steps if isinstance(step, Fetch)}
+        for node, value in capture.value_of.items():
+            if node.target is ON_DEVICE and value in fetched:
+                pin_weight(self.inputs[inputs.index(node.all_input_nodes[0])](), self.device)
 
     def announce_growth(self, result: Result, last_bytes: int, args: Sequence[Any]) -> None:
         """Warn before a whole step runs if tensors made after its compilation leave it too little room.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import in_backward, is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
+from checkmate.torch.graph.host_weights import ON_DEVICE
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM_UPDATE,
     DESCRIPTION,
@@ -191,6 +192,7 @@ class _Builder:
         resident = self.values.add_external(self.nodes) + extra_resident_bytes
         needed = self._needed()
         forward = [op for op in self.getitems if op in needed and (self.whole or op not in self.backward)]
+        forward.sort(key=lambda op: op.target is not ON_DEVICE)
         backward = [op for op in self.getitems if op in needed and not self.whole and op in self.backward]
         boundary = self.boundary = None if self.whole else len(forward)
         # Values are numbered in the order of ops: forward, boundary (its tangents), backward.
@@ -200,14 +202,14 @@ class _Builder:
         listed = [(i + (i >= len(forward)), op, self.properties[op]) for i, op in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
-        each = zip(listed, made, costs(forward + backward), strict=True)
+        each = zip(listed, made, self._costs(costs, forward + backward), strict=True)
         ops = [self._op(node, o, outputs, cost, known, single) for (o, node, _), outputs, cost in each]
         members = [Member(op, tuple(self.getitems[op])) for op in forward + backward]
         if boundary is not None:
             members.insert(boundary, Member(None))
             returned = tuple(dict.fromkeys(self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node))
             ops.insert(boundary, Op(BOUNDARY, returned, tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY))
-        values = self.values.all(kept)
+        values = self.values.all(kept, {self.values.of_node[op] for op in forward if op.target is ON_DEVICE})
         graph = Graph(
             ops=tuple(ops),
             values=values,
@@ -216,6 +218,11 @@ class _Builder:
             name=name,
         )
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
+
+    def _costs(self, costs: Costs, nodes: Sequence[fx.Node]) -> Iterator[OpCost]:
+        """The costs of ops; what is on the device when the step begins costs nothing."""
+        found = iter(costs([n for n in nodes if n.target is not ON_DEVICE]))
+        return (OpCost(0, 0) if n.target is ON_DEVICE else next(found) for n in nodes)
 
     def _collected(self) -> dict[fx.Node, list[fx.Node]]:
         """The ops with the getitems that select their outputs; those of the backward are added to `backward`.
@@ -286,6 +293,7 @@ class _Builder:
             replay_bytes=replay,
             recomputable=not (
                 properties.pinned
+                or node.target is ON_DEVICE
                 or any(v in single for v in outputs)
                 or not leaves(node.meta.get("val"))
                 or not self.no_recompute.isdisjoint(op_names(node))

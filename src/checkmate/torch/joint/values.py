@@ -24,6 +24,7 @@ from torch import fx
 from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
+from checkmate.torch.graph.host_weights import weights_on_host
 from checkmate.torch.graph.op_properties import UNDEFINED, used_inputs
 from checkmate.torch.graph.storages import is_scalar, leaves, storage_bytes, storage_key
 
@@ -45,15 +46,18 @@ class Values:
         base = self._made[value][2]
         return value if base is None else base
 
-    def all(self, kept: set[int]) -> tuple[Value, ...]:
-        """All values; those in ``kept`` must be live at the end of the step."""
-        return tuple(Value(name, size, base=base, kept=v in kept) for v, (name, size, base) in enumerate(self._made))
+    def all(self, kept: set[int], on_host: set[int]) -> tuple[Value, ...]:
+        """All values; those in ``kept`` must be live at the end of the step, and the host has those in ``on_host`` before it."""
+        facts = ((v, name, size, base) for v, (name, size, base) in enumerate(self._made))
+        return tuple(Value(name, size, base=base, kept=v in kept, on_host=v in on_host) for v, name, size, base in facts)
 
     def add_external(self, nodes: Sequence[fx.Node]) -> int:
-        """Record all storages that exist before the step; return their bytes, each storage once."""
+        """Record all storages that exist before the step; return their bytes on the device, each storage once."""
         given = [node for node in nodes if node.op in ("placeholder", "get_attr") and not is_tangent(node)]
         sizes = {storage_key(t): storage_bytes(t) for node in given for t in leaves(node.meta.get("val"))}
         self._owner.update(dict.fromkeys(sizes, _EXTERNAL))
+        for node in weights_on_host(nodes[0].graph) if nodes else ():
+            sizes[storage_key(node.meta["val"])] = 0
         return sum(sizes.values())
 
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:

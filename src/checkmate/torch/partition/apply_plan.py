@@ -28,6 +28,7 @@ from checkmate.allocators import packed
 from checkmate.core.errors import OptionError
 from checkmate.core.plan import Compute, Discard, Fetch, Free, Offload, Plan
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch.graph.host_weights import ON_DEVICE
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM,
     BATCH_NORM_UPDATE,
@@ -68,6 +69,7 @@ class _Writer:
         self.host: dict[int, fx.Node] = {}  # value to its copy on the host
         self.sending: set[int] = set()  # values whose free must wait for their copy to the host
         self.arriving: set[int] = set()  # values whose next read or free must wait for their copy from the host
+        self.begun: list[fx.Node] = []  # weights that are on the device when the step begins and ends
         self.offsets = self._host_offsets(plan)
 
     def write(self) -> fx.GraphModule:
@@ -95,6 +97,8 @@ class _Writer:
                 self._emit(o, self.capture.members[o], position in stats)
         for v in sorted(self.arriving):
             self._wait_fetched(v)
+        for node in self.begun:
+            self._call(copies.keep, (*self._now(node.args), self.env[node]), None)
         if self.capture.graph.boundary is None:
             returned = [self._now(out) for out in self.capture.forward_outputs]
         returned += [self._now(out) for out in self.capture.backward_outputs]
@@ -112,6 +116,8 @@ class _Writer:
             self.sending.add(v)
         elif isinstance(step, Fetch):
             node = self.node_of[v]
+            if self.capture.graph.values[v].on_host:
+                self.host[v] = self._call(copies.weight, self._now(node.args), None)
             self.env[node] = self._call(copies.fetch, (self.host[v],), node)
             self.arriving.add(v)
         elif isinstance(step, Discard):
@@ -149,7 +155,7 @@ class _Writer:
         self.env[node] = self._call(copies.wait_fetched, (self.env[node], self.host[v]), node)
         self.arriving.remove(v)
 
-    def _call(self, function: Any, arguments: tuple[fx.Node | int, ...], like: fx.Node | None) -> fx.Node:
+    def _call(self, function: Any, arguments: tuple[Any, ...], like: fx.Node | None) -> fx.Node:
         """Emit a call; its result is like the node ``like`` of the original graph, or no tensor."""
         emitted = self.graph.call_function(function, arguments)
         emitted.meta = {"val": None} if like is None else dict(like.meta)
@@ -170,7 +176,10 @@ class _Writer:
         args, kwargs = self._now((used_arguments(node), dict(node.kwargs)))
         emitted: list[fx.Node]
         getitems = member.getitems
-        if self.times[o] > 1 and op_properties(node).random:
+        if node.target is ON_DEVICE:
+            emitted = [new := self._call(copies.resident, args, node)]
+            self.begun.append(node)
+        elif self.times[o] > 1 and op_properties(node).random:
             if first:
                 new, self.state[o], emitted = emit_with_saved_state(self.graph, node, args, kwargs)
             else:

@@ -12,10 +12,11 @@ and freed only on the compute stream, after its waits for every copy of the stor
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -26,7 +27,11 @@ import torch
 from torch.fx.node import has_side_effect
 
 from checkmate.core.plan import HostMemory
+from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
+from checkmate.torch.graph.storages import storage_key
+
+_log = logging.getLogger("checkmate.torch")
 
 
 class HostBuffers:
@@ -70,10 +75,29 @@ def host_memory(size_bytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
     """Memory of the host; for a CUDA device it is pinned, to the byte and for as long as it exists."""
     memory = np.empty(size_bytes, dtype=np.uint8)
     if device.type == "cuda":
-        cuda: Any = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, size_bytes, 0))
-        weakref.finalize(memory, cuda.cudaHostUnregister, memory.ctypes.data).atexit = False
+        _pin(memory, memory.ctypes.data, size_bytes)
     return memory
+
+
+def pin_weight(weight: torch.Tensor, device: torch.device) -> None:
+    """Pin a weight where it is, for a CUDA device; if that cannot be, each of its copies waits for the host."""
+    if device.type != "cuda" or weight.is_pinned():
+        return
+    try:
+        _pin(weight.untyped_storage(), weight.data_ptr(), weight.nbytes)
+    except RuntimeError as error:
+        _log.warning(
+            "a frozen weight of %s cannot be pinned, so that its copies are slow: %s\nhint: load weights without mmap, or "
+            "raise the limit of locked memory (ulimit -l)",
+            format_bytes(weight.nbytes),
+            error,
+        )
+
+
+def _pin(owner: object, address: int, size_bytes: int) -> None:
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(address, size_bytes, 0))
+    weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +151,51 @@ def discard(copy: HostCopy) -> None:
     BUFFERS.held_bytes -= copy.buffer.numel()
 
 
-COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
+class _Residents:
+    """Copies of weights on a device between steps; a step that fails leaves none of those that it began with."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, torch.Tensor]] = {}
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a weight, if there is one and the weight has not changed since; from now on there is none."""
+        owner, version, copy = self._found.pop(storage_key(weight), (lambda: None, -1, None))
+        return copy if owner() is not None and version == weight._version else None
+
+    def put(self, weight: torch.Tensor, copy: torch.Tensor) -> None:
+        """Hold a copy of a weight for as long as the weight exists."""
+        key = storage_key(weight)
+        owner = weakref.ref(weight.untyped_storage(), lambda _: self._found.pop(key, None))
+        self._found[key] = owner, weight._version, copy
+
+    def of(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The copies of some weights."""
+        return [self._found[key][2] for key in map(storage_key, weights) if key in self._found]
+
+
+RESIDENTS = _Residents()
+
+
+def weight(tensor: torch.Tensor, device: torch.device) -> HostCopy:
+    """The copy on the host of a weight of a step on a device: the weight itself."""
+    buffer = torch.empty(0, dtype=torch.uint8).set_(storage := tensor.untyped_storage(), 0, (storage.nbytes(),), (1,))
+    return HostCopy(buffer, (tensor.dtype, device, tensor.storage_offset(), tensor.size(), tensor.stride()))
+
+
+def resident(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A weight that is on the device when a step begins, which is copied there in front of the first step."""
+    kept = RESIDENTS.take(tensor)
+    return kept if kept is not None else wait_fetched(fetch(copy := weight(tensor, device)), copy)
+
+
+def keep(tensor: torch.Tensor, device: torch.device, on_device: torch.Tensor) -> None:
+    """Keep a weight on the device until the next step begins."""
+    RESIDENTS.put(tensor, on_device)
+
+
+COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {offload, wait_sent, fetch, wait_fetched, discard, weight, resident, keep}
+)
 for _function in COPY_FUNCTIONS:
     has_side_effect(_function)
 

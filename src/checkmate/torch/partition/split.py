@@ -53,6 +53,7 @@ class Task:
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs (of ``count``) whose gradients it adds up
+    read_from_host: Callable[[fx.Graph], None] = lambda graph: None  # has a graph read frozen weights by `ON_DEVICE`
     relabel: Callable[[fx.Graph], None] = lambda graph: None  # moves fake tensors to another device, in place
     refuse: Callable[[fx.Graph], None] = lambda graph: None  # raises if the graph of a whole step cannot run as it has to
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph  # returns a graph whose tensors have other layouts
@@ -207,6 +208,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     """
     prepared = prepare(module, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
+    task.read_from_host(prepared.graph)
     task.refuse(prepared.graph)
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)

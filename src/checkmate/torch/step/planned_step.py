@@ -70,7 +70,7 @@ class Planned:
     def __repr__(self) -> str:
         """A few lines: size, peak, overhead, and the methods with more."""
         result, ops = self.result, len(self.graph.ops)
-        again = len(self.plan.order) - ops
+        again = len(self.plan.order) - len(set(self.plan.order))
         lines = [
             f"{self.graph.name.strip() or 'a training step'}: {ops:,} ops, {again:,} computations more than one for each",
             f"  peak      {format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}",

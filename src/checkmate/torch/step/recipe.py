@@ -7,6 +7,7 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
+from checkmate.torch._compat.dispatch import traced_on
 from checkmate.torch._compat.distributed import DistributedDataParallel, uses_fsdp
+from checkmate.torch.graph.host_weights import is_frozen
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.arguments import Example, Loss, validate_arguments
@@ -188,6 +191,7 @@ class StepSpec:
     forward: Program  # model and loss alone
     finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
     whole: bool = False  # whether the optimizer's updates are in the program
+    traced: Callable[[], AbstractContextManager[None]] = nullcontext  # context in which it is traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,7 @@ class StepRecipe:
     clip_norm: float | None = None
     autocast: torch.dtype | None = None
     outputs: Outputs = "held"
+    on_host: bool = False  # whether frozen weights may stay on the host
 
     def __post_init__(self) -> None:
         validate_arguments(self.model, self.loss, self.optimizer, self.example)
@@ -220,7 +225,9 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
             if self.clip_norm is not None:
                 _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-            return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True)
+            apart = self.on_host and self._device.type != "cpu"
+            traced = functools.partial(traced_on, self._device, is_frozen) if apart else nullcontext
+            return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True, traced=traced)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
             raise OptionError(
@@ -248,14 +255,20 @@ class StepRecipe:
             return program
         if dtype not in (torch.bfloat16, torch.float16):
             raise OptionError(f"autocast={dtype!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16")
-        tensors = (*self.model.parameters(), *pytree.tree_leaves(self.example))
-        device_type = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
+        device_type = self._device.type
 
         def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
             with torch.autocast(device_type, dtype):
                 return program(args, kwargs)
 
         return with_unique_code(autocast)
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the step: of the batch and of all that is trained."""
+        tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
+        tensors += [p for p in self.model.parameters() if p.requires_grad]
+        return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
     def _check(self) -> None:
         check_micro_batches(self.example, self.micro_batches)

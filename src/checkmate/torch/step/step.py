@@ -203,7 +203,7 @@ def compile(  # noqa: A001 - named like torch.compile
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
         )
-    return Step(replace(recipe, whole=whole), checked, dynamic=options.get("dynamic", False))
+    return Step(replace(recipe, whole=whole, on_host=checked.host is not None), checked, dynamic=options.get("dynamic", False))
 
 
 @takes_options(GraphOptions, Options, StepRecipe)

@@ -101,7 +101,7 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
     methods = {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
     try:
         settings = patched_settings(**_DYNAMO_CONFIG, ignore_logging_functions=methods)
-        with torch.enable_grad(), _without_log_of_shapes(), settings:
+        with torch.enable_grad(), _without_log_of_shapes(), settings, spec.traced():
             return run(args, kwargs)
     except (Unsupported, TorchRuntimeError, UserError) as error:
         told = in_words(error)

@@ -201,7 +201,7 @@ class KnownStep:
             free = own.result.budget_bytes - first.interface.graph.resident_bytes
         # No plan leaves room for the gradient of a loss, the loss and similar ones: four scalars.
         free -= self.eager_bytes if self.eager_bytes > 4 * self.scalar_bytes else 0
-        if first.budget.is_share and not first.replaceable:  # it grows with the bytes that no plan can change, such as copies of the weights
+        if first.budget.is_share and not first.replaceable:  # it grows with what no plan can change, such as copies of weights
             return free + max(earlier)
         return free + first.outside_bytes  # outside bytes are among the bytes of earlier steps, and in the peak of the plan
 
