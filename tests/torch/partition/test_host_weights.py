@@ -1,4 +1,4 @@
-"""Frozen weights on the host: fetched as planned, with the bits of a step that holds them on the device, and the planned bytes."""
+"""Frozen weights on the host: fetched as planned, with the bits of a step that holds them on the device, and as many bytes."""
 
 from __future__ import annotations
 
