@@ -20,7 +20,12 @@ from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
 
 from checkmate.torch._compat import replaced
 
@@ -47,6 +52,15 @@ def fake_mode_with_numbers() -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     mode.allow_scalar_outputs = True
     return mode
+
+
+def traced_parts(value: Any) -> Iterator[Any]:
+    """The inputs that a traced graph has for an input: itself, or the tensors of which AOTAutograd builds a wrapper subclass."""
+    if not is_traceable_wrapper_subclass(value):
+        yield value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        yield from traced_parts(getattr(value, name))
 
 
 @contextmanager

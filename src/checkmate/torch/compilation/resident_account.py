@@ -14,7 +14,7 @@ from checkmate.core.budget import ResidentMemory
 from checkmate.core.plan import Fetch, Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.torch._compat.dispatch import no_modes
+from checkmate.torch._compat.dispatch import no_modes, traced_parts
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.cuda_graph import replayed_step
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -84,7 +84,8 @@ class ResidentAccount:
         self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
         given = options.planning.plan
         copies = options.host is not None or (given is not None and given.host is not None)
-        self.on_host = frozen_weights(inputs, self.device) if copies else frozenset[int]()  # inputs that a plan may fetch
+        weights = frozen_weights(inputs, self.device) if copies else []
+        self._weights = [None if t is None else weakly(t) for t in weights]  # that a plan may fetch, by input of the graph
         self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
         if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
             self.accumulated = _accumulating(inputs, options.accumulate)
@@ -92,7 +93,8 @@ class ResidentAccount:
 
     def _outside_bytes(self, inputs: Sequence[Any]) -> int:
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
-        return coordinator().outside_bytes([*tensors, *RESIDENTS.of(tensors)], self._count_device) - self.counted_bytes
+        parts = [part for t in tensors for part in traced_parts(t)]
+        return coordinator().outside_bytes([*tensors, *parts, *RESIDENTS.of(parts)], self._count_device) - self.counted_bytes
 
     def early_ops(self, capture: Capture) -> frozenset[int]:
         """Ops of a part of a step that are computed in the forward only; see `reads_of_overwritable`."""
@@ -104,8 +106,9 @@ class ResidentAccount:
     def read_from_host(self, graph: fx.Graph) -> None:
         """Have a graph read the frozen weights that a plan may fetch by `ON_DEVICE`."""
         inputs = graph.find_nodes(op="placeholder")
-        if len(inputs) == len(self.inputs):  # AOTAutograd merges equal inputs, which changes their positions
-            read_on_device([inputs[k] for k in sorted(self.on_host)], inputs[-1].next, self.device)
+        if len(inputs) == len(self._weights):  # AOTAutograd merges equal inputs, which changes their positions
+            on_host = [node for node, weight in zip(inputs, self._weights, strict=True) if weight is not None]
+            read_on_device(on_host, inputs[-1].next, self.device)
 
     def pin_weights(self, capture: Capture, plan: Plan) -> None:
         """Pin the weights that a plan fetches, which takes longer than their copies."""
@@ -113,7 +116,9 @@ class ResidentAccount:
         fetched = {step.value for step in plan.steps if isinstance(step, Fetch)}
         for node, value in capture.value_of.items():
             if node.target is ON_DEVICE and value in fetched:
-                pin_weight(self.inputs[inputs.index(node.all_input_nodes[0])](), self.device)
+                weight = self._weights[inputs.index(node.all_input_nodes[0])]
+                assert weight is not None
+                pin_weight(weight(), self.device)
 
     def announce_growth(self, result: Result, last_bytes: int, args: Sequence[Any]) -> None:
         """Warn before a whole step runs if tensors made after its compilation leave it too little room.

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from checkmate.core.errors import OptionError
-from checkmate.torch._compat.dispatch import detect_fake_mode
+from checkmate.torch._compat.dispatch import detect_fake_mode, traced_parts
 from checkmate.torch.graph.op_properties import op_properties
 from checkmate.torch.graph.storages import storage_key
 
@@ -30,26 +30,27 @@ def is_frozen(tensor: object) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and tensor.device.type == "cpu"
 
 
-def frozen_weights(inputs: Sequence[Any], device: torch.device) -> frozenset[int]:
-    """Positions of the inputs of a step on a device that are frozen parameters on the host, each in a storage of its own.
+def frozen_weights(inputs: Sequence[Any], device: torch.device) -> list[torch.Tensor | None]:
+    """For each input of the traced graph of a step on a device: the weight, if it is a frozen one on the host; else None.
+
+    A graph has the parts of a quantized weight as inputs, for example its packed numbers and its scales.
 
     Raises:
         OptionError: A frozen parameter is on the host, and a step on another device cannot fetch it.
     """
-    owners = Counter(storage_key(t) for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided)
-    found = set[int]()
-    for k, t in enumerate(inputs):
-        if not is_frozen(t):
-            continue
-        if t.layout is torch.strided and owners[storage_key(t)] == 1 and t.numel() * t.itemsize == t.untyped_storage().nbytes():
-            found.add(k)
-        elif device.type != "cpu":
+    parts = [(part, is_frozen(value)) for value in inputs for part in traced_parts(value)]
+    owners = Counter(storage_key(t) for t, _ in parts if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    found: list[torch.Tensor | None] = []
+    for t, frozen in parts:
+        alone = frozen and t.layout is torch.strided and owners[storage_key(t)] == 1
+        found.append(t if alone and t.numel() * t.itemsize == t.untyped_storage().nbytes() else None)
+        if frozen and found[-1] is None and device.type != "cpu":
             raise OptionError(
                 f"a frozen parameter of shape {tuple(t.shape)} is on the host, shares its storage or is not dense, and cannot be "
                 "fetched",
                 hint=f"move it to the device: parameter.data = parameter.data.to({str(device)!r})",
             )
-    return frozenset(found)
+    return found
 
 
 def read_on_device(weights: Iterable[fx.Node], first: fx.Node, device: torch.device) -> None:
