@@ -103,19 +103,20 @@ def with_more_kept(rng: random.Random, graph: Graph, chance: float) -> Graph:
     return msgspec.structs.replace(graph, values=values)
 
 
-def with_host_values(rng: random.Random, graph: Graph) -> Graph:
+def with_host_values(rng: random.Random, graph: Graph, *, views: bool = True) -> Graph:
     """The graph with one to three values in front that are on the host before the step, each read by some ops, perhaps as a view.
 
     Args:
         rng: Source of randomness.
         graph: The graph.
+        views: Whether some are read as views.
     """
     count = rng.randint(1, 3)
     ops = [Op(f"w{k}", (), (k,), 0, recomputable=False) for k in range(count)]
     values = [Value(f"w{k}", rng.randint(0, 6), on_host=True) for k in range(count)]
-    views = [k for k in range(count) if rng.random() < 0.3]
-    ops += [Op(f"w{k}.T", (k,), (count + i,), rng.choice([0, 0, 1])) for i, k in enumerate(views)]
-    values += [Value(f"w{k}.T", 0, base=k) for k in views]
+    viewed = [k for k in range(count) if views and rng.random() < 0.3]
+    ops += [Op(f"w{k}.T", (k,), (count + i,), rng.choice([0, 0, 1])) for i, k in enumerate(viewed)]
+    values += [Value(f"w{k}.T", 0, base=k) for k in viewed]
     first, more = len(ops), len(values)
     for op in graph.ops:
         fixed = tuple(v + more for v in op.inputs)

@@ -110,7 +110,7 @@ def solve(
     if not raise_on_failure:
         return failure
     smallest = _smallest(problem, session, lowest)
-    if isinstance(solver, Auto) and smallest.peak_bytes <= problem.budget_bytes and session.offer(smallest.plan.order):
+    if isinstance(solver, Auto) and smallest.peak_bytes <= problem.budget_bytes and session.offer_plan(smallest.plan) is not None:
         return _checked(problem, solver, session, smallest.plan, Termination(Reason.FEASIBLE, limit="time"))
     _refuse(problem, failure, smallest)
 
@@ -240,7 +240,11 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
         near = graph.resident_bytes + int(1.1 * (lowest.peak_bytes - graph.resident_bytes))
         left = min(0.5 * left, 3.0 * max(1.0, len(graph.ops) / 30_000))
     seed, before = session.limits.seed, session.smallest
-    if left > 1.0:
+    if problem.host is not None and any(value.on_host for value in graph.values):
+        from checkmate.solvers.offload.streams import smallest_with_fetches
+
+        found = smallest_with_fetches(problem, Limits(time_s=max(left, 1.0), seed=seed), near)
+    elif left > 1.0:
         found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=near)
     else:
         found = before or quick_peak(problem, Limits(time_s=1.0, seed=seed))

@@ -12,7 +12,7 @@ import checkmate.torch
 from checkmate import Compute, Fetch, Free, HostMemory, Limits, Offload, OptionError, Plan, PlanError, Problem, simulate, solve
 from checkmate.core.plan import with_frees
 from checkmate.frontend.planner import GivenPlan
-from checkmate.solvers.offload import Reference, place
+from checkmate.solvers.offload.placement import Reference, place
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import needed_steps
 from checkmate.torch.partition import copies

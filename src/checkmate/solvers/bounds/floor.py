@@ -27,13 +27,14 @@ def floor(graph: Graph, *, copies: bool = False) -> Floor:
     - while an op runs: its inputs, its outputs and its workspace;
     - while the op runs for the first time, also each value of an ancestor that may run only once, if a descendant reads the
       value or it is kept. The only instance exists by then and is still needed;
-    - at the end: every kept value.
+    - at the end: every kept value; with ``copies`` not those that are on the host before the step.
 
     The bound is often reached: five of the six networks on which it was first tried have a plan that peaks at exactly
     this many bytes. It is loose if two branches must be held at once.
     """
     # Views of one storage hold its bytes once. Therefore every set below is a set of storage owners.
-    kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
+    ends = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and not (copies and value.on_host)}
+    kept = sum(graph.values[v].size_bytes for v in ends)
     pinned = _Pinned(graph, copies=copies)
     worst, most = None, kept
     for o, op in enumerate(graph.ops):

@@ -14,6 +14,13 @@ and more sharply, for a descendant k and an ancestor j of t:
     a >= copies back of the i that ops up to k read first + cost of k and its descendants: these i are read by then,
     b >= cost of j and its ancestors + copies out of the i that j or its descendants compute: these copies begin after that.
 
+A value that is on the host before the step needs no copy out. Write R[w] = 1 if it is on the device when the step begins, hence
+at the end too, and f[w] = 1 if a fetch of it is issued before the event. Then
+
+    R[w] + f[w] >= 1 if t or an ancestor of t reads w,          bytes of all w with R[w] = 1 and of other kept values <= budget,
+    S[w] <= R[w] + f[w],          R[w] <= S[w] + z[w],          b + a >= time of the copies of all f and z,
+    b >= copies of the w that an ancestor j of t or of j reads + cost of j and of what is both after j and before t.
+
 If z[i] = 1, then S[i] = y[i] = 0. Therefore a first computation that reads i has to wait for the copy. The least b + a
 is a bound on the time of every plan, in any order, with any number of recomputations and copies. The omitted facts (the
 times of the copies, the bytes between events) only loosen the bound.
@@ -73,7 +80,8 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     room = host.bytes * (1 + BUDGET_SLACK) / max(1, host.bytes)
     builder.add_row(fetched, size / max(1, host.bytes), high=room)
     copy_in = np.array([host.in_ns(int(s)) for s in size]) / m.total
-    copy_out = np.array([host.out_ns(int(s)) for s in size]) / m.total
+    there = np.array([x.on_host for x in m.problem.graph.values])
+    copy_out = np.array([0 if there[v] else host.out_ns(int(m.size[v])) for v in values]) / m.total
     for k in _some(np.flatnonzero(below)[:-1]):
         upto, behind = m.sides(k)
         readers = upto & below
@@ -86,6 +94,30 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
         made = following[m.producer[values]] | (m.producer[values] == j)
         at_least({before: 1.0}, fetched[made], -copy_out[made], (m.cost[j] + m.cost[ahead].sum()) / m.total)
     at_least({before: 1.0}, fetched, -copy_out, 0.0)
+
+    frozen = np.flatnonzero(there & (m.size > 0))
+    if not len(frozen):
+        return
+    begun, early = builder.add_columns(np.zeros(len(frozen))), builder.add_columns(np.zeros(len(frozen)))
+    copies = np.array([host.in_ns(int(s)) for s in m.size[frozen]]) / m.total
+    first = above.copy()
+    first[t] = True
+    read = np.isin(frozen, m.edge_value[first[m.edge_op]])
+    builder.add_rows([(begun[read], 1.0), (early[read], 1.0)], low=1.0)
+    live, again = cut.live[0, frozen], cut.fetched[frozen]
+    use = live >= 0
+    builder.add_rows([(begun[use], 1.0), (early[use], 1.0), (live[use], -1.0)], low=0.0)
+    builder.add_rows([(live[use], 1.0), (again[use], 1.0), (begun[use], -1.0)], low=0.0)
+    kept = int(m.size[m.inputs[m.end]].sum())
+    most = max(0.0, cut.budget * (1 + BUDGET_SLACK) - kept) / max(1, cut.budget)
+    builder.add_row(begun, m.size[frozen] / max(1, cut.budget), high=most)
+    at_least({before: 1.0, after: 1.0}, np.concatenate([early, fetched]), -np.concatenate([copies, copy_in]), 0.0)
+    for j in _some(np.flatnonzero(above)):
+        ahead, following = m.sides(j)
+        readers = ahead.copy()
+        readers[j] = True
+        needed = np.isin(frozen, m.edge_value[readers[m.edge_op]])
+        at_least({before: 1.0}, early[needed], -copies[needed], (m.cost[j] + m.cost[following & above].sum()) / m.total)
 
 
 def _some(ops: np.ndarray, most: int = 24) -> list[int]:

@@ -23,7 +23,8 @@ class CutModel:
     Views must be folded (`FoldViews`); a remaining view has no bytes and no cost here, which relaxes the bound.
 
     Without targets the bound holds for any order. Otherwise it holds only for plans in which first computations of the targets
-    follow their order. END, the op with index `end`, comes after all others, reads every kept value and costs nothing.
+    follow their order. END, the op with index `end`, comes after all others, reads every kept value and costs nothing. If the
+    problem has a host, END does not read values that are on it before the step: a plan need not have them at the end.
     """
 
     def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
@@ -32,8 +33,8 @@ class CutModel:
         self._sides: dict[int, tuple[Mask, Mask]] = {}
         graph = self.problem.graph
         self.end = len(graph.ops)
-        inputs = [*(list(dict.fromkeys(op.inputs)) for op in graph.ops), [v for v, x in enumerate(graph.values) if x.kept]]
-        self.inputs = inputs
+        ends = [v for v, x in enumerate(graph.values) if x.kept and not (x.on_host and problem.host is not None)]
+        self.inputs = inputs = [*(list(dict.fromkeys(op.inputs)) for op in graph.ops), ends]
         self.outputs = [*(list(op.outputs) for op in graph.ops), []]
         self.producer = np.array(graph.producer, dtype=np.int64)
         self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
