@@ -81,7 +81,6 @@ def capture_joint(
     hold_last: int = 0,
     no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
-    name: str = "",
 ) -> Capture:
     """Capture a training step that AOTAutograd traced; the joint module is not changed.
 
@@ -94,7 +93,7 @@ def capture_joint(
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
     """
-    capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
+    capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes)
     for _ in range(hold_last):
         capture = replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
     return capture
@@ -186,7 +185,7 @@ class _Builder:
         self.values = Values()
         self.boundary: int | None = None
 
-    def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
+    def build(self, costs: Costs, extra_resident_bytes: int) -> Capture:
         _refuse_sparse(self.nodes)
         resident = self.values.add_external(self.nodes) + extra_resident_bytes
         needed = self._needed()
@@ -213,7 +212,6 @@ class _Builder:
             values=values,
             order=_order_pairs(ops, values, listed, boundary, known),
             resident_bytes=resident,
-            name=name,
         )
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
 
