@@ -18,9 +18,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, mutators, op_names, op_properties, overwriters, trains_batch_norm
+from checkmate.torch.graph.op_properties import (
+    FORWARD_ONLY,
+    makes_views,
+    mutators,
+    op_names,
+    op_properties,
+    overwriters,
+    trains_batch_norm,
+)
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
-from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.storages import leaves
 from checkmate.torch.graph.traced import retraced
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -63,7 +71,7 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
         overwritten = not trains_batch_norm(node) and any(True for _ in overwriters(node, known))
         if _is_recomputable(node, marked, no_recompute) and not overwritten:
             marked[node] = node.meta["ac_graph_id"]
-            node.meta[FORWARD_ONLY] = _allocates(node)
+            node.meta[FORWARD_ONLY] = not makes_views(node)  # a planner may make views beside any reader
     writer = _RegionRecomputation(graph, marked)
     for reader in nodes:
         if reader in backward and reader.op == "call_function":
@@ -138,9 +146,3 @@ def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: fr
         and bool(leaves(node.meta.get("val")))
         and no_recompute.isdisjoint(op_names(node))
     )
-
-
-def _allocates(node: fx.Node) -> bool:
-    """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them next to any reader."""
-    given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
-    return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))
