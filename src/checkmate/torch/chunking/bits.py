@@ -38,7 +38,7 @@ from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_pointwise, makes_views
 from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
-from checkmate.torch.graph.storages import leaves, same_bytes, storage_key
+from checkmate.torch.graph.storages import extent, leaves, same_bytes, storage_key
 from checkmate.torch.graph.traced import inputs, outputs, size_bytes, tensor
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.profiler import workspace_bytes
@@ -165,8 +165,8 @@ def _first_piece(value: fx.Node, placement: Placement, stage: Stage) -> torch.Te
 
 def _piece_bytes(piece: torch.Tensor) -> int:
     """Bytes of a piece: as returned, with the strides of a slice; and dense, as the op makes it or as two are compared."""
-    numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
-    return piece.element_size() * numbers + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
+    returned = piece.element_size() * extent(piece.shape, piece.stride())
+    return returned + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
 
 
 def _dense_bytes(piece: torch.Tensor) -> int:

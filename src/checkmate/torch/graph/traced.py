@@ -90,25 +90,23 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
     """All nodes on which some nodes depend, directly or not; without nodes before ``since`` in the order of the graph."""
-    found: set[fx.Node] = set()
-    todo = [read for node in nodes for read in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found and (since is None or node >= since):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    return _reached(nodes, lambda node: node.all_input_nodes, lambda node: since is None or node >= since)
 
 
 def descendants(nodes: Iterable[fx.Node], within: Set[fx.Node]) -> set[fx.Node]:
     """The nodes of a set that depend on some nodes, directly or through other nodes of the set."""
-    found: set[fx.Node] = set()
-    todo = [user for node in nodes for user in node.users]
+    return _reached(nodes, lambda node: node.users, within.__contains__)
+
+
+def _reached(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    found, todo = set[fx.Node](), [near for node in nodes for near in following(node)]
     while todo:
         node = todo.pop()
-        if node in within and node not in found:
+        if node not in found and wanted(node):
             found.add(node)
-            todo += node.users
+            todo += following(node)
     return found
 
 
