@@ -127,24 +127,17 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
 def late_order(graph: Graph) -> list[int]:
     """The graph's own order with some ops moved right before their first reader, or to the end."""
     late = on_demand_ops(graph) | deferred_weight_gradients(graph)
-    out: list[int] = []
-    done = [False] * len(graph.ops)
+    found: dict[int, None] = {}
     # Depth first from the targets, with an explicit stack: moved ops that a target needs come right before it.
     for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
         stack = [target]
         while stack:
-            o = stack[-1]
-            if done[o]:
-                stack.pop()
-                continue
-            waiting = [p for p in (graph.producer[v] for v in graph.ops[o].inputs) if not done[p]]
+            waiting = [p for v in graph.ops[stack[-1]].inputs if (p := graph.producer[v]) not in found]
             if waiting:
                 stack += waiting
-                continue
-            stack.pop()
-            done[o] = True
-            out.append(o)
-    return out
+            else:
+                found[stack.pop()] = None
+    return list(found)
 
 
 def _untied(graph: Graph) -> list[int]:
