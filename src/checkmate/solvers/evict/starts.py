@@ -10,6 +10,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.clocks import Flag
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.reductions.unread import ordered_ops
+from checkmate.solvers.walks import after_needs
 
 if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
@@ -127,17 +128,8 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
 def late_order(graph: Graph) -> list[int]:
     """The graph's own order with some ops moved right before their first reader, or to the end."""
     late = on_demand_ops(graph) | deferred_weight_gradients(graph)
-    found: dict[int, None] = {}
-    # Depth first from the targets, with an explicit stack: moved ops that a target needs come right before it.
-    for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
-        stack = [target]
-        while stack:
-            waiting = [p for v in graph.ops[stack[-1]].inputs if (p := graph.producer[v]) not in found]
-            if waiting:
-                stack += waiting
-            else:
-                found[stack.pop()] = None
-    return list(found)
+    targets = sorted(range(len(graph.ops)), key=lambda o: (o in late, o))
+    return after_needs(targets, lambda o: (graph.producer[v] for v in graph.ops[o].inputs))
 
 
 def _untied(graph: Graph) -> list[int]:

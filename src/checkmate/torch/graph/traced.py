@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from checkmate.solvers.walks import reached
 from checkmate.torch.graph.storages import leaves, storage_bytes
 
 
@@ -90,24 +91,13 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
     """All nodes on which some nodes depend, directly or not; without nodes before ``since`` in the order of the graph."""
-    return _reached(nodes, lambda node: node.all_input_nodes, lambda node: since is None or node >= since)
+    read = (i for node in nodes for i in node.all_input_nodes)
+    return reached(read, lambda node: node.all_input_nodes, lambda node: since is None or node >= since)
 
 
 def descendants(nodes: Iterable[fx.Node], within: Set[fx.Node]) -> set[fx.Node]:
     """The nodes of a set that depend on some nodes, directly or through other nodes of the set."""
-    return _reached(nodes, lambda node: node.users, within.__contains__)
-
-
-def _reached(
-    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
-) -> set[fx.Node]:
-    found, todo = set[fx.Node](), [near for node in nodes for near in following(node)]
-    while todo:
-        node = todo.pop()
-        if node not in found and wanted(node):
-            found.add(node)
-            todo += following(node)
-    return found
+    return reached((user for node in nodes for user in node.users), lambda node: node.users, within.__contains__)
 
 
 def tensor(value: fx.Node) -> torch.Tensor:

@@ -16,6 +16,7 @@ from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.aot import in_backward, is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.op_properties import (
@@ -243,15 +244,9 @@ class _Builder:
 
         Dead random ops of the forward count too: they advance the generator, as in the user's program.
         """
-        stack = [*self.forward_outputs, *self.backward_outputs]
-        stack += [op for op, known in self.properties.items() if known.effect or (known.random and op not in self.backward)]
-        needed: set[fx.Node] = set()
-        while stack:
-            op = producer(stack.pop())
-            if op in self.getitems and op not in needed:
-                needed.add(op)
-                stack += used_inputs(op)
-        return needed
+        roots = [*self.forward_outputs, *self.backward_outputs]
+        roots += [op for op, known in self.properties.items() if known.effect or (known.random and op not in self.backward)]
+        return reached(map(producer, roots), lambda op: map(producer, used_inputs(op)), self.getitems.__contains__)
 
     def _kept(self) -> tuple[set[int], set[int]]:
         """Values that are live at the end of the step, and values whose op must run exactly once.

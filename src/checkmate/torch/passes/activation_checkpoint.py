@@ -16,6 +16,7 @@ import operator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
 from checkmate.torch.graph.op_properties import (
@@ -54,11 +55,9 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
     Reading a copy there would be correct too, but would recompute values that eager mode does not.
     """
     nodes = list(graph.nodes)
-    backward: set[fx.Node] = set()  # tagged by AOTAutograd, tangents, and all nodes that depend on either
-    for node in nodes:
-        tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
-        if tagged or is_tangent(node) or any(i in backward for i in node.all_input_nodes):
-            backward.add(node)
+    # Tagged by AOTAutograd, tangents, and all nodes that depend on either.
+    starts = [n for n in nodes if "backward" in str(n.meta.get("partitioner_tag", "")) or is_tangent(n)]
+    backward = reached(starts, lambda node: node.users)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
     known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}
@@ -94,23 +93,19 @@ class _RegionRecomputation:
 
     def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
         """Recompute region values that ``reader`` uses, with their dependencies, directly before ``reader``."""
-        stack, needed = list(own), set[fx.Node]()
-        while stack:
-            node = stack.pop()
-            if node not in needed and node not in self.recomputed:
-                needed.add(node)
-                stack += [i for i in node.all_input_nodes if self._same_region(i, node)]
+        needed = reached(own, self._read_in_region, lambda node: node not in self.recomputed)
         for node in sorted(needed):
             self._recompute(node, reader)
         for node in own:
             read = self.replacement.get(node, node)
             reader.replace_input_with(read, self.recomputed[read])
 
-    def _same_region(self, read: fx.Node, node: fx.Node) -> bool:
-        return read in self.marked and self.marked[read] == self.marked[node]
+    def _read_in_region(self, node: fx.Node) -> list[fx.Node]:
+        return [read for read in node.all_input_nodes if read in self.marked and self.marked[read] == self.marked[node]]
 
     def _recompute(self, node: fx.Node, reader: fx.Node) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.recomputed[n] if self._same_region(n, node) else n)
+        again = {read: self.recomputed[read] for read in self._read_in_region(node)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: again.get(read, read))
         meta = {k: v for k, v in node.meta.items() if k not in ("recompute", "ac_graph_id", FORWARD_ONLY)}
         mode = detect_fake_mode(node.meta["val"])
         assert mode is not None
