@@ -18,7 +18,12 @@ from tests.plot.graphs import chain
 @pytest.fixture
 def use(monkeypatch) -> Callable[[object], None]:
     """Let every verb search with a solver of the test."""
-    return lambda solver: monkeypatch.setattr("checkmate.cli.options.Search.chosen", lambda _search: solver)
+
+    def replaced(solver: object) -> None:
+        for place in ("options", "studies"):
+            monkeypatch.setattr(f"checkmate.cli.{place}.by_name", lambda _name: solver)
+
+    return replaced
 
 
 GOLDEN = Path(__file__).parent / "golden"

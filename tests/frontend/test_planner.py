@@ -151,7 +151,7 @@ def test_a_replanner_starts_from_the_cheapest_plan_found_that_keeps_the_budget(g
 def test_a_replanner_shares_the_time_limit(graph: Graph) -> None:
     """The first solve and those that follow have shares of the limit; no limit stays none."""
     solver = Watched()
-    replan = Replanner(graph, options(time_limit_s=8, solver=solver), time_shares=(0.5, 0.25))
+    replan = Replanner(graph, options(time_limit_s=8, solver=solver))
     for budget in (12, 10, 9):
         replan(budget)
     Replanner(graph, options(time_limit_s=None, solver=solver))(12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +19,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Result
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.cost.device import load_device
-from checkmate.solvers.registry import available, made
-from checkmate.solvers.session import Solver
+from checkmate.solvers.registry import by_name
 from checkmate.solvers.solve import solve
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -51,21 +49,11 @@ class Search:
         """The limits of the solve."""
         return Limits(time_s=self.time_limit, gap=self.gap, seed=self.seed, threads=self.threads)
 
-    def chosen(self) -> Solver:
-        """The solver with that name, with its default options."""
-        kinds = available()
-        kind = kinds.get(self.solver.lower().replace("_", "-"))
-        if kind is None:
-            near = difflib.get_close_matches(self.solver.lower(), kinds, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(f"there is no solver {self.solver!r}", hint=f"{hint}choose one of {', '.join(sorted(kinds))}")
-        return made(self.solver, kind)
-
     def solve_drawn(self, problem: Problem) -> Result:
         """Solve with a progress line on stderr, if it is a terminal."""
-        unit = problem.graph.cost_unit
+        unit, solver = problem.graph.cost_unit, by_name(self.solver)
         with terminal.drawn("looking for a plan") as say:
-            return solve(problem, self.chosen(), limits=self.limits(), on_progress=lambda progress: say(_line(progress, unit)))
+            return solve(problem, solver, limits=self.limits(), on_progress=lambda progress: say(_line(progress, unit)))
 
 
 @Parameter(name="*")

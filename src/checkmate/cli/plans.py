@@ -10,7 +10,7 @@ from msgspec import structs
 
 from checkmate.cli import files, terminal
 from checkmate.cli.options import Amounts, Copies, Rules, Search, format_share, one_word
-from checkmate.core.errors import CheckmateError, PlanError
+from checkmate.core.errors import PlanError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
@@ -51,8 +51,6 @@ def plan(
     outputs = files.Outputs(graph)
     outputs.check(where, result)
     solved = search.solve_drawn(problem)
-    if solved.plan is None:
-        raise CheckmateError("the solve ended without a plan and without an error")
     found = structs.replace(solved.plan, graph_digest=f"{target.digest}+{target.structure}")
     outputs.save((found, where), (structs.replace(solved, plan=found), result))
     keep_all, timeline = simulate(target, Plan.from_order(target, range(len(target.ops)))), simulate(target, found)

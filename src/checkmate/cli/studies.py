@@ -20,6 +20,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Curve, CurvePoint, Limits
 from checkmate.core.units import format_bytes
 from checkmate.regions import choose_policy
+from checkmate.solvers.registry import by_name
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch
@@ -61,7 +62,7 @@ def pareto(
         out: Curve file to write, plans included; by default the name comes from the graph.
         json: Print one JSON object on stdout.
     """
-    amounts, chosen = Amounts.of(graph), search.chosen()
+    amounts, solver = Amounts.of(graph), by_name(search.solver)
     where = out or files.beside(graph, ".curve.json")
     outputs = files.Outputs(graph)
     outputs.check(where)
@@ -70,7 +71,7 @@ def pareto(
             amounts.graph,
             points=points,
             limits=search.limits(),
-            solver=chosen,
+            solver=solver,
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
@@ -176,7 +177,7 @@ def max_batch(
             budget_bytes=batches.budget,
             max_overhead=batches.max_overhead,
             limits=search.limits(),
-            solver=search.chosen(),
+            solver=by_name(search.solver),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
         )
     paths = _written(out, small, found.batch)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import checkmate.torch
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.torch.graph.storages import same_bytes
 from checkmate.torch.steps.coordinator import coordinator
 
 Batch = tuple[Tensor, Tensor]
@@ -129,7 +130,7 @@ def promises(planned: Trained, keep_all: Trained, planned_bytes: int | None) -> 
     return {
         "within_budget": planned.peak_bytes <= planned.result.budget_bytes,
         "as_planned": planned_bytes is None or abs(planned.peak_bytes - planned_bytes) <= 0.01 * planned_bytes,
-        "identical": equal_bits(planned.state, keep_all.state),
+        "identical": all(map(same_bytes, planned.state, keep_all.state)),
     }
 
 
@@ -206,12 +207,6 @@ class _Training:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def equal_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two states are the same to the bit: 0.0 and -0.0 differ, and a NaN equals itself."""
-    bits = ([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in state] for state in (ours, theirs))
-    return all(map(torch.equal, *bits))
 
 
 def equal_up_to_rounding(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -175,17 +175,11 @@ class Replanner:
     limit is used up has `_LAST_SHARE` of it: enough for a good plan, since the search starts from the plans found so far.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        options: PlanningOptions,
-        time_shares: tuple[float, float] = (0.5, 0.25),
-        gap: float = Limits().gap,
-    ) -> None:
+    def __init__(self, graph: Graph, options: PlanningOptions, gap: float = Limits().gap) -> None:
         self.graph = graph
         self.found: list[Result] = []
         self._options = options
-        self._share, self._next_share = time_shares
+        self._share, self._next_share = 0.5, 0.25
         self._gap = gap  # a solve may stop at it
         self._spent_s = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,7 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
     """The longest prefix that fits, by bisection, because peaks grow with the saved bytes; None if the empty one does not."""
     if not fits([]):
         return None
-    low, high = 0, len(units)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(units[:middle]) else (low, middle - 1)
-    return list(units[:low])
+    return list(units[: bisect_left(range(1, len(units) + 1), True, key=lambda count: not fits(units[:count]))])
 
 
 def choice_of(schedule: Schedule, units: Iterable[Unit]) -> Choice:

@@ -251,7 +251,4 @@ class Exploration:
 
 def _bits(places: Iterable[int]) -> int:
     """A set of places as the bits of a number."""
-    found = 0
-    for place in places:
-        found |= 1 << place
-    return found
+    return sum(1 << place for place in {*places})

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,57 +22,51 @@ _log = logging.getLogger(__name__)
 Announce = Callable[[str], AbstractContextManager[None]]
 """Makes a context that shows a description of the work while it lasts."""
 
-_announcers: list[Announce] = []
+
+@dataclass(slots=True)
+class _Preparations:
+    """The preparations of this process; those that overlap, nested or in several threads, count once."""
+
+    announce: Announce = lambda work: nullcontext()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    under_way: int = 0
+    total_s: float = 0.0
+    began: float = 0.0  # of those under way
 
 
-class _Stopwatch:
-    """Seconds of preparations so far; preparations that overlap, nested or in several threads, count once."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.under_way = 0
-        self.total_s = self.began = 0.0
-
-    def seconds(self) -> float:
-        with self.lock:
-            return self.total_s + (time.perf_counter() - self.began if self.under_way else 0.0)
-
-
-_STOPWATCH = _Stopwatch()
+_PREPARATIONS = _Preparations()
 
 
 def announce_with(announce: Announce) -> None:
     """Announce preparations, which may take longer than a solve, by a function that is called with a description."""
-    _announcers[:] = [announce]
+    _PREPARATIONS.announce = announce
 
 
 def prepared_s() -> float:
     """Seconds that this process has spent on preparations."""
-    return _STOPWATCH.seconds()
+    with _PREPARATIONS.lock:
+        return _PREPARATIONS.total_s + (time.perf_counter() - _PREPARATIONS.began if _PREPARATIONS.under_way else 0.0)
 
 
 @contextmanager
 def preparing() -> Generator[None]:
     """A context whose time is counted by no solve."""
-    watch = _STOPWATCH
-    with watch.lock:
-        outermost = not watch.under_way
-        watch.under_way += 1
+    with _PREPARATIONS.lock:
+        outermost = not _PREPARATIONS.under_way
+        _PREPARATIONS.under_way += 1
         if outermost:
-            watch.began = time.perf_counter()
-    began = time.perf_counter()
+            _PREPARATIONS.began = time.perf_counter()
+    work = "loading the solver's kernels, which are compiled once on a machine"
     try:
-        with ExitStack() as shown:
-            for announce in _announcers if outermost else ():
-                shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
+        with _PREPARATIONS.announce(work) if outermost else nullcontext():
             yield
     finally:
-        with watch.lock:
-            watch.under_way -= 1
-            if not watch.under_way:
-                watch.total_s += time.perf_counter() - watch.began
-        if outermost and (took := time.perf_counter() - began) > 1.0:
-            _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
+        with _PREPARATIONS.lock:
+            _PREPARATIONS.under_way -= 1
+            took_s = 0.0 if _PREPARATIONS.under_way else time.perf_counter() - _PREPARATIONS.began
+            _PREPARATIONS.total_s += took_s
+        if took_s > 1.0:
+            _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took_s)
 
 
 Flag = npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.milp import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
-from checkmate.solvers.session import Session
+from checkmate.solvers.session import Session, searched
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats
@@ -74,10 +74,7 @@ class LpRounding:
                 session.remark(f"given-order bound, relaxation of stages of the graph's own order: {bound:.0f}")
             for held in self._roundings(stages.held(solved.solution), random):
                 session.offer(fold.invert(stages.rounded(held)))
-        if session.plan is not None:
-            return Termination(Reason.FEASIBLE)
-        limit = "time" if session.left_s() <= 0 else ""
-        return Termination(Reason.NOT_FOUND, limit, "no rounding keeps the budget")
+        return searched(session, "no rounding keeps the budget")
 
     def _roundings(self, share_held: Floats, random: np.random.Generator) -> Iterator[npt.NDArray[np.bool_]]:
         """Whether each value is held at each stage, for each threshold and each sample. Shapes ``[stage + 1, value]``."""

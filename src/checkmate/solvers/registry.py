@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,17 +35,16 @@ def available() -> dict[str, type[Solver]]:
 def by_name(name: str) -> Solver:
     """A solver with its default options.
 
-    The name is that of its entry point, like ``"auto"``; `available` lists them. `OptionError`: no solver has this name, or it
-    cannot be imported or made.
+    The name is that of its entry point, like ``"auto"``, in any case of letters; `available` lists them. `OptionError`: no solver
+    has this name, or it cannot be imported or made.
     """
     entries = _entries()
-    if name not in entries:
-        raise OptionError(f"there is no solver {name!r}", hint=f"choose one of {', '.join(entries)}")
-    return made(name, _load(entries[name]))
-
-
-def made(name: str, kind: type[Solver]) -> Solver:
-    """A solver of a class with its default options; `OptionError` if the class raises an error, or ends the program."""
+    known = name if name in entries else name.lower().replace("_", "-")
+    if known not in entries:
+        near = difflib.get_close_matches(known, entries, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(f"there is no solver {name!r}", hint=f"{hint}choose one of {', '.join(entries)}")
+    kind = _load(entries[known])
     try:
         solver = kind()
         if not callable(getattr(solver, "run", None)):

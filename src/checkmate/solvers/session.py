@@ -12,7 +12,7 @@ from typing import Protocol
 from checkmate.core.errors import PlanError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, MinBudget, Progress, Termination
+from checkmate.core.result import Limits, MinBudget, Progress, Reason, Termination
 from checkmate.core.simulate import simulate
 from checkmate.solvers.clocks import Alarm, Flag, prepared_s
 from checkmate.solvers.reductions.unread import plan_of_needed
@@ -217,6 +217,13 @@ class Session:
         self.history.append(point)
         if self._on_progress is not None:
             self._on_progress(point)
+
+
+def searched(session: Session, detail: str) -> Termination:
+    """The end of a search that proves nothing: with a plan; or without one, for want of time or for the reason in ``detail``."""
+    if session.plan is not None:
+        return Termination(Reason.FEASIBLE)
+    return Termination(Reason.NOT_FOUND, "time" if session.left_s() <= 0 else "", detail)
 
 
 def _rounded_down(cost: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.simulate import Timeline, simulate
+from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.studies.explain import Held, Remat, held_at, listed, more_often
 
@@ -92,7 +92,7 @@ def compare(graph: Graph, plan_a: Plan, plan_b: Plan) -> Comparison:
     """
     a, b = simulate(graph, plan_a), simulate(graph, plan_b)
     times_a, times_b = Counter(plan_a.order), Counter(plan_b.order)
-    held_a, held_b = _peak(a), _peak(b)
+    held_a, held_b = (held_at(graph, timeline.plan, timeline.peak_step) for timeline in (a, b))
     return Comparison(
         peak_bytes=(a.peak_bytes, b.peak_bytes),
         cost=(a.cost, b.cost),
@@ -104,10 +104,6 @@ def compare(graph: Graph, plan_a: Plan, plan_b: Plan) -> Comparison:
         held_in_a=_only(held_a, held_b),
         held_in_b=_only(held_b, held_a),
     )
-
-
-def _peak(timeline: Timeline) -> tuple[Held, ...]:
-    return held_at(timeline.graph, timeline.plan, timeline.peak_step)
 
 
 def _only(held: tuple[Held, ...], other: tuple[Held, ...]) -> tuple[Held, ...]:

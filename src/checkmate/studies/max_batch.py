@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -135,12 +137,13 @@ class _BatchProblem:
 
     def graph(self, batch: int) -> Graph:
         if batch not in self._seen:
-            graph = self.graph_at(batch)
-            for other, seen in (*self._nearest(batch, below=True), *self._nearest(batch, below=False)):
-                small, large = sorted([(batch, graph), (other, seen)], key=lambda pair: pair[0])
-                check_same_structure(small[1], small[0], large[1], large[0])
-                check_growing(small[1], small[0], large[1], large[0])
-            self._seen[batch] = graph
+            graphs = self._seen | {batch: self.graph_at(batch)}
+            batches = sorted(graphs)
+            at = batches.index(batch)
+            for small, large in pairwise(batches[max(0, at - 1) : at + 2]):
+                check_same_structure(graphs[small], small, graphs[large], large)
+                check_growing(graphs[small], small, graphs[large], large)
+            self._seen = graphs
         return self._seen[batch]
 
     def problem(self, batch: int) -> Problem:
@@ -148,14 +151,10 @@ class _BatchProblem:
 
     def most(self, batch: int) -> int:
         """The limit on the cost of a plan at a batch."""
-        return math.floor(self._most(self.graph(batch)))
+        return math.floor(self.limit(self.graph(batch)))
 
-    def most_rising(self, batch: int) -> int | None:
-        """Rise of the limit from a batch to twice that batch, rounded up; None if the limit is not affine."""
-        rising = self.rising(batch)
-        return None if rising is None else math.ceil(self._most(rising))
-
-    def _most(self, graph: Graph) -> Fraction:
+    def limit(self, graph: Graph) -> Fraction:
+        """The limit on the cost of a plan of a graph, not rounded."""
         if self.factor is None:
             return Fraction(graph.cost + sum(op.cost for op in graph.ops if op.phase in ("forward", "loss")))
         return self.factor * graph.cost
@@ -164,27 +163,17 @@ class _BatchProblem:
         return floor(self.graph(batch)).peak_bytes <= self.budget_bytes
 
     def rising(self, batch: int) -> Graph | None:
-        """The graph at a batch, as `_rising`."""
-        return _rising(self.graph, batch)
+        """The graph at a batch; in place of each cost it has the rise of the cost to twice the batch.
 
-    def _nearest(self, batch: int, *, below: bool) -> list[tuple[int, Graph]]:
-        others = [b for b in self._seen if (b < batch) == below]
-        return [(b, self._seen[b]) for b in [max(others) if below else min(others)]] if others else []
-
-
-def _rising(graph_at: Callable[[int], Graph], batch: int) -> Graph | None:
-    """The graph at a batch; in place of each cost it has the rise of the cost to twice the batch.
-
-    None if a cost falls, or is not affine at one, two and three times the batch.
-    """
-    now, twice, thrice = (graph_at(k * batch) for k in (1, 2, 3))
-    rise = [b.cost - a.cost for a, b in zip(now.ops, twice.ops, strict=True)]
-    more = [b.cost - a.cost for a, b in zip(twice.ops, thrice.ops, strict=True)]
-    if rise != more or min(rise, default=0) < 0:
-        return None
-    return msgspec.structs.replace(
-        now, ops=tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(now.ops, rise, strict=True))
-    )
+        None if a cost falls, or is not affine at one, two and three times the batch.
+        """
+        now, twice, thrice = (self.graph(k * batch) for k in (1, 2, 3))
+        rise = [b.cost - a.cost for a, b in zip(now.ops, twice.ops, strict=True)]
+        more = [b.cost - a.cost for a, b in zip(twice.ops, thrice.ops, strict=True)]
+        if rise != more or min(rise, default=0) < 0:
+            return None
+        ops = tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(now.ops, rise, strict=True))
+        return msgspec.structs.replace(now, ops=ops)
 
 
 class _BatchSearch:
@@ -229,14 +218,10 @@ class _BatchSearch:
 
     def _keep_everything(self) -> None:
         """Begin with the largest batch at which keeping everything keeps the budget: every search then has a result."""
-        if not self._keeps(1):
-            return
-        low, high = 1, self.upper + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._keeps(middle) else (low, middle)
-        graph = self.problems.graph(low)
-        self.batch, self.plan = low, Plan.from_order(graph, range(len(graph.ops)))
+        if self._keeps(1):
+            self.batch = bisect_left(range(self.upper + 1), True, 2, key=lambda batch: not self._keeps(batch)) - 1
+            graph = self.problems.graph(self.batch)
+            self.plan = Plan.from_order(graph, range(len(graph.ops)))
 
     def _keeps(self, batch: int) -> bool:
         graph = self.problems.graph(batch)
@@ -267,10 +252,8 @@ class _BatchSearch:
                     "the memory of the largest op does not grow with the batch, so no batch is the largest",
                     hint="let `graph_at` return graphs whose sizes grow with the batch",
                 )
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if problems.fits(middle) else (low, middle)
-        return low, f"at {self.size_name} {high}, {floor(problems.graph(high)).why}"
+        high = bisect_left(range(high), True, low + 1, key=lambda batch: not problems.fits(batch))
+        return high - 1, f"at {self.size_name} {high}, {floor(problems.graph(high)).why}"
 
     def _bisect(self, guess: int) -> None:
         low, high = self.batch, self.upper
@@ -309,9 +292,10 @@ class _BatchSearch:
         """Whether a bound above the limit at a batch excludes every larger batch too."""
         if math.isinf(bound):
             return True
-        graph, rising, most = self.problems.graph(batch), self.problems.rising(batch), self.problems.most_rising(batch)
-        if rising is None or most is None:
+        graph, rising = self.problems.graph(batch), self.problems.rising(batch)
+        if rising is None:
             return False
+        most = math.ceil(self.problems.limit(rising))
         if most <= bound and all(a.cost == b.cost for a, b in zip(graph.ops, rising.ops, strict=True)):
             return True
         problem = Problem(rising, self.problems.budget_bytes)

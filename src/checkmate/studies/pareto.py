@@ -78,22 +78,18 @@ def pareto(
     run: Callable[[Iterable[_Task]], Iterator[Result | NoPlan]] = (
         _serial if executor is None else lambda tasks: executor.map(_solve, tasks)
     )
+    say: Callable[[int, int], None] = on_progress or (lambda _done, _of: None)
     done = 0
-
-    def say() -> None:
-        if on_progress is not None:
-            on_progress(done, len(budgets))
-
     for wave in (range(0, len(budgets), 2), range(1, len(budgets), 2)):
         wanted = [k for k in wave if known[k].gap > limits.gap]
         tasks = [_Task(Problem(graph, budgets[k], reorder=reorder), solver, limits, known[k].plan) for k in wanted]
         done += len(wave) - len(wanted)
-        say()
+        say(done, len(budgets))
         try:
             for k, result in zip(wanted, run(tasks), strict=True):
                 known[k] = known[k].improved(result)
                 done += 1
-                say()
+                say(done, len(budgets))
         except KeyboardInterrupt:
             break
         except BrokenExecutor as error:

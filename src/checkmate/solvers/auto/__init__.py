@@ -15,7 +15,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.clocks import preparing
-from checkmate.solvers.session import Session
+from checkmate.solvers.session import Session, searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,4 @@ class Auto:
             from checkmate.solvers.auto.phases import solve_in_phases
 
         solve_in_phases(problem, session, self.rounds)
-        if session.plan is None:
-            return Termination(
-                Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none"
-            )
-        return Termination(Reason.FEASIBLE)
+        return searched(session, "search and cuts found none")

@@ -24,7 +24,7 @@ from checkmate.core.result import Reason, Termination
 from checkmate.core.units import format_bytes
 from checkmate.solvers.flat_graph import NEVER
 from checkmate.solvers.reductions.fold_views import FoldViews
-from checkmate.solvers.session import Session
+from checkmate.solvers.session import Session, searched
 
 Points = Literal["articulation", "linearized"]
 
@@ -132,11 +132,8 @@ class Heuristic:
                 if peak_bytes <= problem.budget_bytes and cost < best:
                     best = cost
                     session.offer(fold.invert(order))
-        if session.plan is not None:
-            return Termination(Reason.FEASIBLE)
-        limit = "time" if session.left_s() <= 0 else ""
-        detail = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
-        return Termination(Reason.NOT_FOUND, limit, detail)
+        none = "no setting gives a plan" if math.isinf(lowest) else f"no setting peaks below {format_bytes(int(lowest))}"
+        return searched(session, none)
 
 
 def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:

@@ -221,14 +221,13 @@ class Search:
 
     def order(self) -> list[int]:
         """Ops of the best plan, without END."""
-        return self.realise(self._best)
-
-    def realise(self, code: Ints) -> list[int]:
-        """Ops of a code's plan at any peak; none if an op that may run only once would have to run twice."""
-        return self.order_and_peak(code)[0]
+        return self.order_and_peak()[0]
 
     def order_and_peak(self, code: Ints | None = None) -> tuple[list[int], int]:
-        """Ops (without END) and peak (with resident bytes) of the plan of a code, by default the best one."""
+        """Ops (without END) and peak (with resident bytes) of the plan of a code, by default the best one.
+
+        There are no ops if an op that may run only once would have to run twice.
+        """
         length, _, peak, _ = profile(self.flat, self._scratch, self._best if code is None else code)
         return self._ops(length), int(peak) + self.problem.graph.resident_bytes
 

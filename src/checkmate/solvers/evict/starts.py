@@ -10,6 +10,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.clocks import Flag
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.reductions.unread import ordered_ops
+from checkmate.solvers.walks import after_needs
 
 if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
@@ -93,27 +94,19 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     pass first reads them does not. Only ops that no rule ties to a place are included: recomputable, in no `order`
     pair, without `clobbered_by` and replay bytes, overwriting nothing, and with readers.
     """
-    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     needed = [op.phase == "loss" for op in graph.ops]
     if not any(needed):
         return frozenset()
     for o in range(len(graph.ops) - 1, -1, -1):
         needed[o] = needed[o] or any(needed[r] for v in graph.ops[o].outputs for r in graph.readers[v])
-    return frozenset(
-        o
-        for o, op in enumerate(graph.ops)
-        if not needed[o] and op.phase == "forward" and o not in tied and _is_free(graph, o)
-        if any(graph.readers[v] for v in op.outputs)
-    )
+    late = [o for o in _untied(graph) if not needed[o] and graph.ops[o].phase == "forward"]
+    return frozenset(o for o in late if any(graph.readers[v] for v in graph.ops[o].outputs))
 
 
 def movable_to_end(graph: Graph) -> frozenset[int]:
     """Ops that can be computed last: no rule ties them to a place, and all their outputs are kept and unread."""
-    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     return frozenset(
-        o
-        for o, op in enumerate(graph.ops)
-        if o not in tied and _is_free(graph, o) and all(graph.values[v].kept and not graph.readers[v] for v in op.outputs)
+        o for o in _untied(graph) if all(graph.values[v].kept and not graph.readers[v] for v in graph.ops[o].outputs)
     )
 
 
@@ -132,29 +125,15 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
     return frozenset(o for o in movable_to_end(graph) if graph.ops[o].phase == "backward" and made_less_read(o) > 0)
 
 
-def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
+def late_order(graph: Graph) -> list[int]:
     """The graph's own order with some ops moved right before their first reader, or to the end."""
-    late = on_demand_ops(graph) | deferred_weight_gradients(graph) if late is None else late
-    out: list[int] = []
-    done = [False] * len(graph.ops)
-    # Depth first from the targets, with an explicit stack: moved ops that a target needs come right before it.
-    for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
-        stack = [target]
-        while stack:
-            o = stack[-1]
-            if done[o]:
-                stack.pop()
-                continue
-            waiting = [p for p in (graph.producer[v] for v in graph.ops[o].inputs) if not done[p]]
-            if waiting:
-                stack += waiting
-                continue
-            stack.pop()
-            done[o] = True
-            out.append(o)
-    return out
+    late = on_demand_ops(graph) | deferred_weight_gradients(graph)
+    targets = sorted(range(len(graph.ops)), key=lambda o: (o in late, o))
+    return after_needs(targets, lambda o: (graph.producer[v] for v in graph.ops[o].inputs))
 
 
-def _is_free(graph: Graph, o: int) -> bool:
-    op = graph.ops[o]
-    return op.recomputable and not op.clobbered_by and not op.replay_bytes
+def _untied(graph: Graph) -> list[int]:
+    """Ops that no rule ties to a place."""
+    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
+    free = (op.recomputable and not op.clobbered_by and not op.replay_bytes for op in graph.ops)
+    return [o for o, is_free in enumerate(free) if is_free and o not in tied]

@@ -9,7 +9,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.offload.joint import Joint
-from checkmate.solvers.session import Session, Solver
+from checkmate.solvers.session import Session, Solver, searched
 
 
 def run_with_host(problem: Problem, session: Session, alone: Solver) -> Termination:
@@ -19,16 +19,12 @@ def run_with_host(problem: Problem, session: Session, alone: Solver) -> Terminat
         session.remark("offload does not pay: the budget holds every value, so nothing is computed again or copied")
         return Termination(Reason.FEASIBLE)
     Joint(problem, session).run()
-    if session.plan is None:
-        return Termination(
-            Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="no copies were found that fit"
-        )
-    if session.plan.host is None:
+    if session.plan is not None and session.plan.host is None:
         session.remark("offload does not pay here: no plan with copies was found that ends earlier")
-    elif alone_ns is not None:
+    elif session.plan is not None and alone_ns is not None:
         gain = (alone_ns - (session.cost or 0)) / alone_ns
         session.remark(f"copies to the host end the step {gain:.1%} earlier than the best plan without them")
-    return Termination(Reason.FEASIBLE)
+    return searched(session, "no copies were found that fit")
 
 
 def _solve_alone(problem: Problem, session: Session, solver: Solver) -> int | None:

@@ -16,6 +16,7 @@ from msgspec import structs
 from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Compute, Fetch, Step
 from checkmate.core.problem import Problem
+from checkmate.solvers.walks import reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +199,13 @@ def _cost_of_views(graph: Graph) -> list[int]:
     # The end of the step reads kept values.
     end = [v for v, value in enumerate(graph.values) if value.kept]
     readers = [graph.ops[o].inputs for o in range(len(graph.ops)) if o not in graph.view_ops] + [end]
+    sources = [{graph.producer[v] for v in op.inputs} for op in graph.ops]
     common: dict[int, set[int]] = {}  # op -> views through which each of its readers so far reads
     for inputs in readers:
         needed: dict[int, set[int]] = {}  # storage -> views through which this reader reads it
         for v in inputs:
-            views = needed.setdefault(graph.root[v], set())
-            stack = [v]
-            while stack:
-                o = graph.producer[stack.pop()]
-                if o in graph.view_ops and o not in views:
-                    views.add(o)
-                    stack += graph.ops[o].inputs
+            views = reached((graph.producer[v],), sources.__getitem__, graph.view_ops.__contains__)
+            needed.setdefault(graph.root[v], set()).update(views)
         for root, views in needed.items():
             common[graph.producer[root]] = views & common.get(graph.producer[root], views)
     first = {a for a, _ in graph.order}

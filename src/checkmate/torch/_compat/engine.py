@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.dynamo import untraced
 
 
@@ -24,10 +25,9 @@ def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
 
 def saved_by_autograd(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors that autograd has saved for the backwards of some tensors, except those that hooks have packed."""
-    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen, found = set(todo), list[torch.Tensor]()
-    while todo:
-        node = todo.pop()
+    found = list[torch.Tensor]()
+    starts = (t.grad_fn for t in tensors if t.grad_fn is not None)
+    for node in reached(starts, lambda node: (n for n, _ in node.next_functions if n is not None)):
         for name in _saved_names(type(node)):
             try:
                 saved = getattr(node, name)
@@ -37,9 +37,6 @@ def saved_by_autograd(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 data = getattr(one, "data", None)
                 if isinstance(data, torch.Tensor):
                     found.append(data)
-        new = {n for n, _ in node.next_functions if n is not None} - seen  # type: ignore[union-attr]
-        seen |= new
-        todo += new
     return found
 
 

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.units import format_bytes
 from checkmate.cost.store import Store
 from checkmate.frontend import progress
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
 from checkmate.torch.chunking.rules.placements import Layout, Placement, Split, sliced
@@ -38,7 +39,7 @@ from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_pointwise, makes_views
 from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
-from checkmate.torch.graph.storages import leaves, same_bytes, storage_key
+from checkmate.torch.graph.storages import extent, leaves, same_bytes, storage_key
 from checkmate.torch.graph.traced import inputs, outputs, size_bytes, tensor
 from checkmate.torch.measure.estimates import estimated_workspace_bytes
 from checkmate.torch.measure.profiler import workspace_bytes
@@ -165,8 +166,8 @@ def _first_piece(value: fx.Node, placement: Placement, stage: Stage) -> torch.Te
 
 def _piece_bytes(piece: torch.Tensor) -> int:
     """Bytes of a piece: as returned, with the strides of a slice; and dense, as the op makes it or as two are compared."""
-    numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
-    return piece.element_size() * numbers + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
+    returned = piece.element_size() * extent(piece.shape, piece.stride())
+    return returned + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(piece))
 
 
 def _dense_bytes(piece: torch.Tensor) -> int:
@@ -278,17 +279,11 @@ def _integers(value: fx.Node, stage: Stage) -> int:
 
     With a single index, every number of a row is the same, and sums of them are the same in any order.
     """
-    todo, seen = [value], {value}
-    while todo:
-        for op in todo.pop().users:
-            if op not in stage.all_ops:
-                continue
-            if makes_views(op):
-                todo += [v for v in outputs(op) if v is not None and v not in seen]
-                seen.update(todo)
-            elif any(min(tensor(v).shape, default=1) < 2 for v in inputs(op) if v not in seen):
-                return 1
-    return 2
+    makers = [op for op in stage.all_ops if makes_views(op)]
+    views = reached([value], lambda v: (made for op in v.users if op in makers for made in outputs(op) if made is not None))
+    readers = {op for v in views for op in v.users if op in stage.all_ops and op not in makers}
+    beside = (tensor(v).shape for op in readers for v in inputs(op) if v not in views)
+    return 1 if any(min(shape, default=1) < 2 for shape in beside) else 2
 
 
 def _normal(made: torch.Tensor) -> None:

@@ -184,12 +184,12 @@ def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool) -> Region 
     count = 2
     while count < wanted and 2 * count <= most:
         count *= 2
-    while count > 1:
+    while count > 2:
         region = grow(seed, split, count, allows=allows, exact=exact)
         if region is not None and len(region.rules) >= len(trial.rules):
             return closed(region, allows)  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2
-    return None
+    return closed(trial, allows)
 
 
 def _largest_around(region: Region) -> int:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from checkmate.solvers.walks import reached
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Slices, Split, cuts
 from checkmate.torch.graph.op_properties import makes_views
@@ -137,11 +138,8 @@ def _between(region: Region) -> list[list[fx.Node]]:
     left = {node for node in nodes if producer(node) not in region.rules}
     groups: list[list[fx.Node]] = []
     while left:
-        group = [left.pop()]
-        for node in group:  # the loop appends to the group
-            near = [other for other in (*node.all_input_nodes, *node.users) if other in left]
-            left.difference_update(near)
-            group += near
+        group = reached([min(left)], lambda node: (*node.all_input_nodes, *node.users), left.__contains__)
+        left -= group
         groups.append(sorted(op for op in group if op is producer(op)))
     return sorted(groups)
 

@@ -16,12 +16,13 @@ gradient that the residual connection passes on. The op that computes them becom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.regions import Allows, Region, extended
@@ -114,7 +115,6 @@ def _widens(op: fx.Node) -> bool:
 
 def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Graph, allows: Allows) -> Region:
     """A region with the ops that compute tensors for it alone, from operands that take less memory."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
     for stage in stages:
         elsewhere = {_storage(value) for other in stages if other is not stage for value, _ in other.operands}
         for value, placement in stage.operands:
@@ -123,7 +123,7 @@ def with_private_operands(region: Region, stages: Sequence[Stage], graph: fx.Gra
                 continue
             op = path[-1]
             # An op that would run in several stages has to be quick, and the last of these stages still needs its operands.
-            if not (_widens(op) if _storage(value) in elsewhere else _needed_bytes(op, stage, position) < own_bytes(value)):
+            if not (_widens(op) if _storage(value) in elsewhere else _needed_bytes(op, stage) < own_bytes(value)):
                 continue
             found = extended(region, path, allows)
             if found is not None and len(stages_of(found, graph)) == len(stages):
@@ -148,25 +148,24 @@ def _is_private(path: Sequence[fx.Node], region: Region) -> bool:
     return region.rules.keys().isdisjoint(path) and all(user in inside for op in path for _, user in readers(op))
 
 
-def _needed_bytes(op: fx.Node, stage: Stage, position: Mapping[fx.Node, int]) -> int:
+def _needed_bytes(op: fx.Node, stage: Stage) -> int:
     """Bytes of an op's operands that are kept alive during a stage only if the stage runs the op."""
-    last = max(map(position.__getitem__, stage.new_ops))
     there = {_storage(value) for value, _ in stage.operands}
     needed: dict[int, int] = {}
     for value in inputs(op):
-        if _storage(value) not in there and not _is_there(value, last, position):
+        if _storage(value) not in there and not _is_there(value, max(stage.new_ops)):
             needed[_storage(value)] = held_bytes(value)
     return sum(needed.values())
 
 
-def _is_there(value: fx.Node, last: int, position: Mapping[fx.Node, int]) -> bool:
-    """Whether a tensor is an input of the graph, or is read after a stage."""
+def _is_there(value: fx.Node, last: fx.Node) -> bool:
+    """Whether a tensor is an input of the graph, or is read after the last op of a stage."""
     todo, seen = [value], {value}
     while todo:
         value = todo.pop()
         op = producer(value)
         near = [user for user in value.users if user.op == "call_function"]
-        if op.op == "placeholder" or any(position[user] > last and not makes_views(user) for user in near):
+        if op.op == "placeholder" or any(user > last and not makes_views(user) for user in near):
             return True
         views = [v for user in near if makes_views(user) for v in outputs(user) if v is not None]
         found = {*views, *(inputs(op)[:1] if makes_views(op) else ())} - seen
@@ -184,32 +183,24 @@ class _Stages:
 
     def __init__(self, region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None) -> None:
         self.region = region
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.wave = self._waves(unit_tangent)
+        self.wave = self._waves(list(graph.nodes), unit_tangent)
         self.whole = kept_outside(region)
         stages: list[Stage] = []
         self.stage_of: dict[fx.Node, Stage] = {}
         for wave in sorted({self.wave[op] for op in region.rules}):
             for ops in self._separate([op for op in region.rules if self.wave[op] == wave]):
-                stages.append(Stage(region, unit_tangent, wave, self._sorted(ops)))
+                stages.append(Stage(region, unit_tangent, wave, tuple(sorted(ops))))
                 self.stage_of.update(dict.fromkeys(ops, stages[-1]))
         for stage in stages:
             self._fill(stage)
         self.found = [stage for stage in stages if stage.results]
 
-    def _sorted(self, ops: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        return tuple(sorted(ops, key=self.position.__getitem__))
-
-    def _waves(self, unit_tangent: UnitTangent | None) -> dict[fx.Node, int]:
+    def _waves(self, nodes: Sequence[fx.Node], unit_tangent: UnitTangent | None) -> dict[fx.Node, int]:
         """How often a path to each op leaves the region and comes back; tangents depend on all of the forward."""
         rules = self.region.rules
-        nodes = list(self.position)
-        first, last = self.position[min(rules)], self.position[max(rules)]
+        first, last = nodes.index(min(rules)), nodes.index(max(rules))
         tangents = {n for n in nodes if is_tangent(n) and (unit_tangent is None or n is not unit_tangent.tangent)}
-        after: set[fx.Node] = set(tangents)
-        for node in nodes[: last + 1]:
-            if not after.isdisjoint(node.all_input_nodes):
-                after.add(node)
+        after = reached(tangents, lambda node: node.users)
         wave = dict.fromkeys(nodes[:first], 0)
         begin = 0
         for backward in (False, True):
@@ -242,16 +233,11 @@ class _Stages:
                 op = group[op]
             return op
 
-        todo, seen = list(ops), set(ops)
-        while todo:
-            op = todo.pop()
+        for op in reached(ops, lambda op: self._computed_with(op, wave)):
             for made in self._computed_with(op, wave):
                 # One elementwise op on operands of the stage is quick to compute again.
                 if not (is_pointwise(made) and self.wave[made] < wave and not self._computed_with(made, wave)):
                     group[first(op)] = first(made)
-                if made not in seen:
-                    seen.add(made)
-                    todo.append(made)
         groups: dict[fx.Node, list[fx.Node]] = {}
         for op in ops:
             groups.setdefault(first(op), []).append(op)
@@ -293,7 +279,7 @@ class _Stages:
                 elif made not in ops:
                     ops.add(made)
                     todo.append(made)
-        stage.all_ops = self._sorted(ops)
+        stage.all_ops = tuple(sorted(ops))
         for op in stage.new_ops:
             for value in outputs(op):
                 if value is not None and value in self.whole:

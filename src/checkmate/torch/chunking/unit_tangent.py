@@ -22,7 +22,7 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.engine import keeps_graph
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.traced import ancestors, inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, size_bytes, tensor
 
 aten = torch.ops.aten
 
@@ -49,12 +49,10 @@ def unit_tangent_of(region: Region, graph: fx.Graph) -> UnitTangent | None:
     if len(tangents) != 1 or tensor(tangents[0]).numel() != 1:
         return None
     dependent = {*tangents}
-    follows: set[fx.Node] = set()  # nodes that depend on the region
+    follows = descendants(region.rules, within=before)
     between: list[fx.Node] = []
     for node in graph.nodes:
         inside = producer(node) in region.rules
-        if inside or not follows.isdisjoint(node.all_input_nodes):
-            follows.add(node)
         if not (inside or node in before) or not any(n in dependent for n in node.all_input_nodes):
             continue
         if node is producer(node):

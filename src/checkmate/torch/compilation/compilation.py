@@ -126,10 +126,9 @@ class Executable:
         self._counted = planner.options.counted
         self._recompile = recompile_current_frame()
         self.planned: PlannedGraph | None = None  # once the graph is planned for a budget
-        self._whole: Result | None = None  # of a graph that the coordinator does not run
+        self._result: Result | None = None  # once the graph is planned, op by op
         self._around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of each run of a whole step
         self._last_bytes = 0  # of the results of the step before, for which the plan has room
-        self._budget_bytes: int | None = None
 
     def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
         """A compiled forward that the coordinator runs; of a module, if sizes may be symbolic."""
@@ -143,14 +142,14 @@ class Executable:
         def guarded(args: list[Any]) -> Any:
             if self._hooks.before_forward is not None:
                 self._hooks.before_forward()
-            if isinstance(self._counted, ReservedMemory) and self._budget_bytes is not None:
-                self._counted.check(self._budget_bytes)
+            if isinstance(self._counted, ReservedMemory) and self._result is not None:
+                self._counted.check(self._result.budget_bytes)
             if self._planner.ranks is not None:
                 self._planner.ranks.record_forward()
-            if self._whole is not None and budget is not None and budget.total_bytes is not None:
-                self._account.announce_growth(self._whole, self._last_bytes, args)
             if planned is not None:
                 return coordinator().forward(planned, args)
+            if self._result is not None and budget is not None and budget.total_bytes is not None:
+                self._account.announce_growth(self._result, self._last_bytes, args)
             if self._account.replayed is not None:
                 return self._account.replayed(run, args)
             with self._around():
@@ -208,10 +207,9 @@ class Executable:
 
     def on_planned(self, joint: CapturedJoint, result: Result) -> None:
         """Take over the plan of the graph, before anything runs."""
-        interface, graph = GraphInterface.of(joint), joint.capture.graph
+        interface, graph, self._result = GraphInterface.of(joint), joint.capture.graph, result
         if self._planner.options.budget is not None:
             if graph.boundary is None:  # a whole step: nothing of it is in flight when it returns
-                self._whole = result
                 self._account.look.looked(self._account.resident.other_bytes)
                 self._last_bytes = joint.task.hold_last * (fixed_bytes(graph) - graph.resident_bytes)
             else:
@@ -220,7 +218,6 @@ class Executable:
         resident = self._account.resident
         _log.info("resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), resident)
         if isinstance(self._counted, ReservedMemory):
-            self._budget_bytes = result.budget_bytes
             with torch.cuda.stream(self._account.stream):  # type: ignore[arg-type]  # None: the caller's
                 self._counted.prepare(graph, result)
             self._around = self._counted.running

@@ -22,6 +22,7 @@ from checkmate.core.units import format_bytes
 from checkmate.torch._compat.aot import BoxedRun, GraphSafeStates, default_generator
 from checkmate.torch.graph.capturable import refuse_uncapturable, refuse_update
 from checkmate.torch.graph.optimizer_ops import updates_of
+from checkmate.torch.graph.storages import extent
 from checkmate.torch.graph.symbolic import has_dynamic_sizes
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.options import Options
@@ -215,8 +216,7 @@ def _stays(tensor: torch.Tensor) -> bool:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, from its first element to its last."""
-    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    return tensor.detach().as_strided((size,), (1,))
+    return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

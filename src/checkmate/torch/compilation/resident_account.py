@@ -51,7 +51,7 @@ class ResidentAccount:
 
     def __init__(self, inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self._options, budget = options, options.planning.budget
-        warm_up(cuda := cuda_device(inputs, options))
+        warm_up(cuda := cuda_device(inputs, options.device))
         self.replayed = replayed_step(inputs, options, whole=hooks.whole)  # its buffers are tensors besides the inputs
         # Steps are captured on a stream; the allocator gives a block only to the stream that it was made on.
         self.stream = side_stream(cuda, "capture") if self.replayed is not None and cuda is not None else None

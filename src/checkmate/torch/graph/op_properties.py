@@ -68,7 +68,7 @@ def op_properties(node: torch.fx.Node) -> OpProperties:
     # Attention kernels have the tag even if dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
     # would pin every attention output, the largest values of a transformer.
     hidden: Hidden | None = node.meta.get(HIDDEN)
-    random = (tagged and _dropout_p(node) != 0.0) or hidden == "random"
+    random = (tagged and argument(target, node.args, node.kwargs, "dropout_p") != 0.0) or hidden == "random"
     effect = bool(mutates) or collective or hidden == "state" or (not tagged and node.is_impure())
     seeds = any(str(target).endswith(name) for name in _SEEDS)
     return OpProperties(
@@ -168,20 +168,18 @@ def _bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
     return [module for module in found if isinstance(module, torch.fx.GraphModule)]
 
 
-def _dropout_p(node: torch.fx.Node) -> object:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == "dropout_p":
-            return node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", argument.default_value)
+def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """An argument of a call by its name in the op's schema, or its default; None if the op has no such argument."""
+    for position, known in enumerate(op._schema.arguments):
+        if known.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, known.default_value)
     return None
 
 
 def _device(node: torch.fx.Node) -> object:
     # `run_and_save_rng_state` picks the generator from the arguments: without a tensor or a device among them it fails.
-    for read in node.all_input_nodes:
-        value = read.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return node.kwargs.get("device")
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return next((value.device for value in read if isinstance(value, torch.Tensor)), node.kwargs.get("device"))
 
 
 Mutators = Mapping[int, Sequence[int]]

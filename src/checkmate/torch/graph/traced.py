@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from checkmate.solvers.walks import reached
 from checkmate.torch.graph.storages import leaves, storage_bytes
 
 
@@ -90,26 +91,13 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
     """All nodes on which some nodes depend, directly or not; without nodes before ``since`` in the order of the graph."""
-    found: set[fx.Node] = set()
-    todo = [read for node in nodes for read in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found and (since is None or node >= since):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    read = (i for node in nodes for i in node.all_input_nodes)
+    return reached(read, lambda node: node.all_input_nodes, lambda node: since is None or node >= since)
 
 
 def descendants(nodes: Iterable[fx.Node], within: Set[fx.Node]) -> set[fx.Node]:
     """The nodes of a set that depend on some nodes, directly or through other nodes of the set."""
-    found: set[fx.Node] = set()
-    todo = [user for node in nodes for user in node.users]
-    while todo:
-        node = todo.pop()
-        if node in within and node not in found:
-            found.add(node)
-            todo += node.users
-    return found
+    return reached((user for node in nodes for user in node.users), lambda node: node.users, within.__contains__)
 
 
 def tensor(value: fx.Node) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -116,27 +115,24 @@ class _Runs:
     """Computations that follow each other without a kernel of another library between them."""
 
     def __init__(self, graph: Graph, plan: Plan, kinds: FusibleKinds) -> None:
-        self._graph, self._plan = graph, plan
-        self._kinds = kinds
+        self._graph, self._plan, self._kinds = graph, plan, kinds
         self._run: dict[int, int] = {}  # step to the number of its run
-        self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
-        self._views: dict[int, list[int]] = {}
+        self._views = set[int]()  # steps that make views
         fusible, run = kinds.pointwise | kinds.reductions, 0
         for p, step in enumerate(plan.steps):
             if not isinstance(step, Compute):
                 continue
             op = graph.ops[step.op]
-            view = op.outputs and all(graph.values[v].base is not None for v in op.outputs)
-            for root in {graph.root[v] for v in op.inputs}:
-                (self._views if view else self._reads).setdefault(root, []).append(p)
+            if op.outputs and all(graph.values[v].base is not None for v in op.outputs):
+                self._views.add(p)
             if op.kind in fusible:
                 self._run[p] = run
-            elif not view:
+            elif p not in self._views:
                 run += 1
 
     def reads(self, life: StorageLifetime) -> list[int]:
         """Steps that read a storage, without steps that make views."""
-        return _between(self._reads.get(life.value, []), life)
+        return [p for p in life.reads if p not in self._views]
 
     def pointwise(self, step: int) -> bool:
         """Whether a step computes a pointwise op."""
@@ -148,15 +144,10 @@ class _Runs:
         run, reads = self._run.get(life.made_at), self.reads(life)
         if run is None or not reads or life.gone_at > len(self._plan.steps):
             return False
-        later = _between(self._views.get(life.value, []), life)
-        if any(self._run.get(p) != run for p in reads) or (later and later[-1] > reads[-1]):
+        if any(self._run.get(p) != run for p in reads) or life.reads[-1] in self._views:
             return False
         readers = [step.op for step in map(self._plan.steps.__getitem__, reads) if isinstance(step, Compute)]
         return all(o in rows or self._graph.ops[o].kind not in self._kinds.reductions for o in readers)
-
-
-def _between(steps: Sequence[int], life: StorageLifetime) -> list[int]:
-    return list(steps[bisect_right(steps, life.made_at) : bisect_left(steps, life.gone_at)])
 
 
 def _reduces_last(node: fx.Node) -> bool:

@@ -33,6 +33,7 @@ from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
+from checkmate.solvers.walks import after_needs
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 from checkmate.torch.inductor.stock import Partitions
@@ -401,16 +402,7 @@ def _on_demand(graph: Graph, order: Sequence[int]) -> list[int]:
     newest, first, sources = dict[int, int](), dict[int, int](), list[list[int]]()
     for p, o in enumerate(order):
         made_by = {graph.producer[v] for v in graph.ops[o].inputs}
-        sources.append(sorted((newest[m] for m in made_by if m in newest), key=lambda s: (order[s], s)))
+        sources.append(sorted((newest[m] for m in made_by if m in newest), key=lambda s: (order[s], s), reverse=True))
         newest[o] = p
         first.setdefault(o, p)
-    found: dict[int, None] = {}
-    for o in sorted(first):
-        stack = [first[o]]
-        while stack:
-            missing = [s for s in sources[stack[-1]] if s not in found]
-            if missing:
-                stack += reversed(missing)
-            else:
-                found[stack.pop()] = None
-    return list(found)
+    return after_needs((p for _, p in sorted(first.items())), sources.__getitem__)

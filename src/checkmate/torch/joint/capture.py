@@ -16,6 +16,7 @@ from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.aot import in_backward, is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.host_weights import ON_DEVICE
@@ -82,7 +83,6 @@ def capture_joint(
     hold_last: int = 0,
     no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
-    name: str = "",
 ) -> Capture:
     """Capture a training step that AOTAutograd traced; the joint module is not changed.
 
@@ -95,7 +95,7 @@ def capture_joint(
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
     """
-    capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
+    capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes)
     for _ in range(hold_last):
         capture = replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
     return capture
@@ -187,7 +187,7 @@ class _Builder:
         self.values = Values()
         self.boundary: int | None = None
 
-    def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
+    def build(self, costs: Costs, extra_resident_bytes: int) -> Capture:
         _refuse_sparse(self.nodes)
         resident = self.values.add_external(self.nodes) + extra_resident_bytes
         needed = self._needed()
@@ -215,7 +215,6 @@ class _Builder:
             values=values,
             order=_order_pairs(ops, values, listed, boundary, known),
             resident_bytes=resident,
-            name=name,
         )
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
 
@@ -252,15 +251,9 @@ class _Builder:
 
         Dead random ops of the forward count too: they advance the generator, as in the user's program.
         """
-        stack = [*self.forward_outputs, *self.backward_outputs]
-        stack += [op for op, known in self.properties.items() if known.effect or (known.random and op not in self.backward)]
-        needed: set[fx.Node] = set()
-        while stack:
-            op = producer(stack.pop())
-            if op in self.getitems and op not in needed:
-                needed.add(op)
-                stack += used_inputs(op)
-        return needed
+        roots = [*self.forward_outputs, *self.backward_outputs]
+        roots += [op for op, known in self.properties.items() if known.effect or (known.random and op not in self.backward)]
+        return reached(map(producer, roots), lambda op: map(producer, used_inputs(op)), self.getitems.__contains__)
 
     def _kept(self) -> tuple[set[int], set[int]]:
         """Values that are live at the end of the step, and values whose op must run exactly once.

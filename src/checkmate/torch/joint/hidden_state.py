@@ -48,10 +48,8 @@ def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
 def _examined(node: fx.Node) -> Hidden | None:
     devices = {t.device for t in leaves([node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)])}
     try:
-        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
-            moved, first = _run(node)
-        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
-            _, second = _run(node)
+        with no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
+            (moved, first), (_, second) = _run(node), _run(node)
             same = len(first) == len(second) and all(map(_same, first, second))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning("%s (%s) does not run alone, so that it is never computed again: %s", node.name, node.target, error)
@@ -64,10 +62,11 @@ def _examined(node: fx.Node) -> Hidden | None:
 
 def _run(node: fx.Node) -> tuple[set[torch.device], list[Any]]:
     """Run an op on new inputs: devices whose generators moved, and results."""
-    run = ready_to_run(node)
-    before = _generators()
-    results = run()
-    moved = {device for device, state in _generators().items() if not torch.equal(state, before[device])}
+    with generators_restored():
+        run = ready_to_run(node)
+        before = _generators()
+        results = run()
+        moved = {device for device, state in _generators().items() if not torch.equal(state, before[device])}
     return moved, list(results) if isinstance(results, (tuple, list)) else [results]
 
 

@@ -17,6 +17,7 @@ from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers, profiler_running
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
+from checkmate.torch.measure.resident import cuda_device
 
 _MARK = "checkmate::mark"
 
@@ -117,7 +118,7 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
 
     def measured() -> StepMemory:
         _step(run, inputs, hold_outputs, lambda: None)
-        with peaks(_device(inputs), reserved=reserved) as (parts, mark):
+        with peaks(cuda_device(inputs) or torch.device("cpu"), reserved=reserved) as (parts, mark):
             gradients = _step(run, inputs, hold_outputs, mark)
         (forward, between), (backward, _) = parts
         return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)
@@ -130,7 +131,7 @@ def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMe
 
     def measured() -> StepMemory:
         run(*inputs)
-        return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
+        return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=cuda_device(inputs) or "cpu"))
 
     # AOTAutograd's metadata does not name parameters: updates were only marks in the traced step.
     return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=True))
@@ -145,11 +146,6 @@ def _on_trial(inputs: Sequence[Any], measured: Callable[[], StepMemory], *, ever
         torch.cuda.empty_cache()
         _, most = torch.cuda.mem_get_info()
         return StepMemory(forward_peak_bytes=most, saved_bytes=most, backward_peak_bytes=most, gradient_bytes=0)
-
-
-def _device(inputs: Sequence[Any]) -> torch.device:
-    found = (t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda")
-    return next(found, torch.device("cpu"))
 
 
 def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None]) -> int:

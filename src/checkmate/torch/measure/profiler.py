@@ -26,7 +26,7 @@ from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.estimates import estimate_ns, estimated_workspace_bytes
-from checkmate.torch.measure.resident import free_bytes
+from checkmate.torch.measure.resident import free_bytes, holding
 from checkmate.torch.measure.single_op import (
     INPUTS,
     LONG_NS,
@@ -74,11 +74,8 @@ class Profiler:
         self._settings = functools.cache(kernel_settings)  # read once for all nodes, and again at the next call
         for node in nodes:
             node.meta.pop(_LACKED_ROOM, None)
-        token = INPUTS.set(self._by_storage(nodes))
-        try:
+        with holding(INPUTS, self._by_storage(nodes)):
             return self._costs(nodes)
-        finally:
-            INPUTS.reset(token)
 
     def _by_storage(self, nodes: Sequence[fx.Node]) -> dict[int, torch.Tensor]:
         placeholders = [n for n in nodes[0].graph.find_nodes(op="placeholder") if not is_tangent(n)] if nodes else []

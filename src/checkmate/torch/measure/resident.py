@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from checkmate.torch.graph.storages import unique_bytes
-from checkmate.torch.options import Options
+
+T = TypeVar("T")
 
 
 def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
@@ -25,30 +26,30 @@ def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     return unique_bytes(t.grad for t in leaf if t.grad is not None) + unique_bytes(coming)
 
 
-_ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
-
-
 @contextmanager
-def within_room(size_bytes: int) -> Generator[None]:
-    """Context in which measurements take no more memory than a budget or an outer context leaves."""
-    token = _ROOM.set(min(size_bytes, _ROOM.get()))
+def holding(variable: ContextVar[T], value: T) -> Generator[None]:
+    """Context in which a variable has a value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ROOM.reset(token)
+        variable.reset(token)
+
+
+_ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
+
+
+def within_room(size_bytes: int) -> AbstractContextManager[None]:
+    """Context in which measurements take no more memory than a budget or an outer context leaves."""
+    return holding(_ROOM, min(size_bytes, _ROOM.get()))
 
 
 _BEYOND: ContextVar[bool | None] = ContextVar("beyond", default=None)
 
 
-@contextmanager
-def beyond_room(allowed: bool) -> Generator[None]:
+def beyond_room(allowed: bool) -> AbstractContextManager[None]:
     """Context in which comparisons of bits may take more memory than a budget leaves, unless an outer context forbids it."""
-    token = _BEYOND.set(allowed and _BEYOND.get() is not False)
-    try:
-        yield
-    finally:
-        _BEYOND.reset(token)
+    return holding(_BEYOND, allowed and _BEYOND.get() is not False)
 
 
 def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
@@ -87,9 +88,9 @@ def left_in_container_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
         return sys.maxsize
 
 
-def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
-    """The CUDA device that a graph is planned for: as in the options, else of its inputs; None on a CPU."""
-    if options.device:
-        device = torch.device(options.device)
+def cuda_device(inputs: Sequence[Any], named: str | None = None) -> torch.device | None:
+    """The CUDA device of a graph: a named one, else that of its inputs; None on a CPU."""
+    if named:
+        device = torch.device(named)
         return device if device.type == "cuda" else None
     return next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)

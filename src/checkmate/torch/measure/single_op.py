@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from checkmate.torch._compat.profiler import keep_busy, memory_trace
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import PIECES, Pieces, makes_views, used_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
-from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import concrete, extent, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.peak import peaks
 
 INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))
@@ -65,7 +65,7 @@ def needed_bytes(node: fx.Node) -> int:
     """Bytes of the results of an op and of its arguments other than inputs of the graph, each with its own storage."""
     given, arguments = _given(node), list[torch.Tensor]()
     fx.map_arg(call_of(node)[1:], lambda n: arguments.extend(leaves(n.meta.get("val"))))
-    own = sum(_extent(*layout(t)) * t.dtype.itemsize for t in arguments if storage_key(t) not in given)
+    own = sum(extent(*layout(t)) * t.dtype.itemsize for t in arguments if storage_key(t) not in given)
     return own + new_bytes(node)
 
 
@@ -100,7 +100,7 @@ def materialised(
             shape[0] = rows[0]
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
-        flat = torch.empty(_extent(shape, stride), dtype=value.dtype, device=value.device)
+        flat = torch.empty(extent(shape, stride), dtype=value.dtype, device=value.device)
         if fill:  # time hardly depends on values, but denormals and NaN are slow; 0 is a valid index, and true masks nothing
             flat.fill_(0.5 if flat.dtype.is_floating_point or flat.dtype.is_complex else flat.dtype is torch.bool)
         return flat.as_strided(shape, stride)
@@ -121,15 +121,10 @@ def _given(node: fx.Node) -> Mapping[int, torch.Tensor]:
 def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor | None:
     """The part of an input that a traced tensor is a view of; None if its type differs or the input is smaller now."""
     offset = concrete(traced.storage_offset())
-    size = (offset + _extent(shape, stride)) * real.element_size()
+    size = (offset + extent(shape, stride)) * real.element_size()
     if real.dtype is not traced.dtype or size > real.untyped_storage().nbytes():
         return None
     return real.detach().as_strided(shape, stride, offset)
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
 
 
 Clock = Callable[[], int]

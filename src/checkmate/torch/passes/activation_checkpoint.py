@@ -16,11 +16,20 @@ import operator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from checkmate.solvers.walks import reached
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, mutators, op_names, op_properties, overwriters, trains_batch_norm
+from checkmate.torch.graph.op_properties import (
+    FORWARD_ONLY,
+    makes_views,
+    mutators,
+    op_names,
+    op_properties,
+    overwriters,
+    trains_batch_norm,
+)
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
-from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.storages import leaves
 from checkmate.torch.graph.traced import retraced
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -46,11 +55,9 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
     Reading a copy there would be correct too, but would recompute values that eager mode does not.
     """
     nodes = list(graph.nodes)
-    backward: set[fx.Node] = set()  # tagged by AOTAutograd, tangents, and all nodes that depend on either
-    for node in nodes:
-        tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
-        if tagged or is_tangent(node) or any(i in backward for i in node.all_input_nodes):
-            backward.add(node)
+    # Tagged by AOTAutograd, tangents, and all nodes that depend on either.
+    starts = [n for n in nodes if "backward" in str(n.meta.get("partitioner_tag", "")) or is_tangent(n)]
+    backward = reached(starts, lambda node: node.users)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
     known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}
@@ -63,7 +70,7 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
         overwritten = not trains_batch_norm(node) and any(True for _ in overwriters(node, known))
         if _is_recomputable(node, marked, no_recompute) and not overwritten:
             marked[node] = node.meta["ac_graph_id"]
-            node.meta[FORWARD_ONLY] = _allocates(node)
+            node.meta[FORWARD_ONLY] = not makes_views(node)  # a planner may make views beside any reader
     writer = _RegionRecomputation(graph, marked)
     for reader in nodes:
         if reader in backward and reader.op == "call_function":
@@ -86,23 +93,19 @@ class _RegionRecomputation:
 
     def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
         """Recompute region values that ``reader`` uses, with their dependencies, directly before ``reader``."""
-        stack, needed = list(own), set[fx.Node]()
-        while stack:
-            node = stack.pop()
-            if node not in needed and node not in self.recomputed:
-                needed.add(node)
-                stack += [i for i in node.all_input_nodes if self._same_region(i, node)]
+        needed = reached(own, self._read_in_region, lambda node: node not in self.recomputed)
         for node in sorted(needed):
             self._recompute(node, reader)
         for node in own:
             read = self.replacement.get(node, node)
             reader.replace_input_with(read, self.recomputed[read])
 
-    def _same_region(self, read: fx.Node, node: fx.Node) -> bool:
-        return read in self.marked and self.marked[read] == self.marked[node]
+    def _read_in_region(self, node: fx.Node) -> list[fx.Node]:
+        return [read for read in node.all_input_nodes if read in self.marked and self.marked[read] == self.marked[node]]
 
     def _recompute(self, node: fx.Node, reader: fx.Node) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.recomputed[n] if self._same_region(n, node) else n)
+        again = {read: self.recomputed[read] for read in self._read_in_region(node)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: again.get(read, read))
         meta = {k: v for k, v in node.meta.items() if k not in ("recompute", "ac_graph_id", FORWARD_ONLY)}
         mode = detect_fake_mode(node.meta["val"])
         assert mode is not None
@@ -138,9 +141,3 @@ def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: fr
         and bool(leaves(node.meta.get("val")))
         and no_recompute.isdisjoint(op_names(node))
     )
-
-
-def _allocates(node: fx.Node) -> bool:
-    """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them next to any reader."""
-    given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
-    return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))

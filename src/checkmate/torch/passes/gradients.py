@@ -11,7 +11,7 @@ from torch import fx
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.graph.op_properties import UNDEFINED, op_properties
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
-from checkmate.torch.graph.storages import leaves, storage_key
+from checkmate.torch.graph.storages import extent, leaves, storage_key
 from checkmate.torch.graph.traced import caller, copy_graph, results
 
 aten = torch.ops.aten
@@ -142,10 +142,8 @@ def _copy_layout(node: fx.Node, summand: fx.Node) -> None:
 def _zeros(before: fx.Node, like: fx.Node) -> fx.Node:
     """A node of zeros with the layout of an undefined operand."""
     value, call = like.meta["val"], caller(before.graph, like)
-    layout = list(zip(value.shape, value.stride(), strict=True))
-    extent = 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
     with before.graph.inserting_before(before):
-        flat = call(aten.full.default, [extent], 0, dtype=value.dtype, device=value.device)
+        flat = call(aten.full.default, [extent(value.shape, value.stride())], 0, dtype=value.dtype, device=value.device)
         return call(aten.as_strided.default, flat, list(value.shape), list(value.stride()))
 
 

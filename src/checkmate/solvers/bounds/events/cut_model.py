@@ -13,6 +13,7 @@ import numpy.typing as npt
 from checkmate.core.problem import Problem
 from checkmate.solvers.bounds.floor import parents_of
 from checkmate.solvers.reductions.fold_views import may_run_again
+from checkmate.solvers.walks import reached
 
 Mask = npt.NDArray[np.bool_]
 
@@ -101,11 +102,6 @@ class CutModel:
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         """Ops reached from the roots; a root counts only if another reaches it. Shape ``[op + 1]``."""
-        seen = np.zeros(self.end + 1, dtype=np.bool_)
-        stack = list(roots)
-        while stack:
-            for o in adjacent[stack.pop()]:
-                if not seen[o]:
-                    seen[o] = True
-                    stack.append(o)
-        return seen
+        mask = np.zeros(self.end + 1, dtype=np.bool_)
+        mask[list(reached((o for root in roots for o in adjacent[root]), adjacent.__getitem__))] = True
+        return mask

@@ -253,7 +253,7 @@ class Refinement:
         code = code_of(cut, solved.solution, self.model, self.search)
         # Decoded without repair, this plan breaks the budget at the events to add. Repaired, it is a start for the search.
         # There is no order if an op that may run only once would have to run twice, which S alone does not rule out.
-        order = self.search.realise(code)
+        order = self.search.order_and_peak(code)[0]
         if order:
             self.offer(order)
             if self.search.start_from(code):

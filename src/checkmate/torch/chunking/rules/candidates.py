@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Layout, Placement, Rule, Split
+from checkmate.torch.graph.op_properties import argument
 
 aten = torch.ops.aten
 
@@ -32,11 +33,7 @@ class OpCall:
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the op's schema, or its default; None if the op has no such argument."""
-        given = dict(self.kwargs)
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name == name:
-                return self.args[position] if position < len(self.args) else given.get(name, argument.default_value)
-        return None
+        return argument(self.op, self.args, dict(self.kwargs), name)
 
     @property
     def name(self) -> str:
