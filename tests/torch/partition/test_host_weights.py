@@ -194,3 +194,24 @@ def test_a_weight_is_pinned_where_it_is(seeming_gpu: Callable[..., None], caplog
     seeming_gpu(cudart=lambda: cudart, check_error=fails)
     pin_weight(nn.Parameter(torch.randn(10, 10), requires_grad=False), torch.device("cuda", 0))
     assert "cannot be pinned" in caplog.text and "ulimit -l" in caplog.text
+
+
+@pytest.mark.usefixtures("nothing_else")
+@pytest.mark.parametrize("part", [0.1, pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.7, marks=pytest.mark.slow)])
+def test_a_budget_below_the_weights_is_kept(part: float) -> None:
+    """The planner decides which weights stay on the device, which are fetched and when."""
+    model = network(Packed)
+    reference = trained(model, step_of(model))
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    with pytest.raises(checkmate.InfeasibleBudgetError) as refusal:
+        step_of(network(Packed), budget="1KiB", host="1GiB")
+    assert refusal.value.smallest_bytes is not None
+    budget = refusal.value.smallest_bytes + int(part * frozen)
+    model = network(Packed)
+    step = step_of(model, budget=budget, host="1GiB", time_limit_s=2)
+    assert any(isinstance(s, Fetch) for s in step.plan.steps)
+    assert all_equal(reference, trained(model, step))
+    held = sum(copy.nbytes for copy in RESIDENTS.of(model.parameters()))
+    planned = simulate(step.graph, step.plan).peak_bytes
+    assert planned <= budget
+    assert checkmate.torch.measure_peak(lambda: step(X, Y)) + held <= planned - step.graph.resident_bytes
