@@ -124,6 +124,7 @@ class Conditions:
         memory: Memory of the device, such as 24GiB, instead of the figure in its profile.
         headroom: Share of the memory to leave free.
         sequence_dim: Sequence dimension of the example's tensors, to find the longest sequence besides the largest batch.
+        host: Memory of the host that values may be copied to, and from which frozen weights may be fetched; none by default.
         time_limit: Time limit in seconds of wall time.
     """
 
@@ -134,6 +135,7 @@ class Conditions:
     memory: str | None = None
     headroom: float = 0.03
     sequence_dim: int | None = None
+    host: str | None = None
     time_limit: float = 60.0
 
 
@@ -208,7 +210,7 @@ def _answer(target: str, built: targets.Built, device: str, conditions: Conditio
             whole=None if conditions.whole else False,
             autocast=None if conditions.autocast is None else getattr(torch, conditions.autocast),
             time_limit_s=conditions.time_limit,
-            **terminal.picked(conditions, "memory", "headroom", "sequence_dim"),
+            **terminal.picked(conditions, "memory", "headroom", "sequence_dim", "host"),
         )
 
 

@@ -17,14 +17,19 @@ def keep_all_bytes(graph: Graph) -> int:
     return simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
 
 
+def result_bytes(graph: Graph) -> int:
+    """Bytes that the step leaves at its end: of each storage that is kept, and was not on the host before the step."""
+    kept = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and not value.on_host}
+    return sum(graph.values[v].size_bytes for v in kept)
+
+
 def fixed_bytes(graph: Graph) -> int:
     """Bytes that no plan can change: resident bytes, and each storage that is kept to the end of the step, counted once.
 
     Kept storages include gradients that the step leaves and outputs that its caller holds. At its end a whole step has consumed
     its gradients.
     """
-    kept = {graph.root[v] for v, value in enumerate(graph.values) if value.kept}
-    return graph.resident_bytes + sum(graph.values[v].size_bytes for v in kept)
+    return graph.resident_bytes + result_bytes(graph) + sum(value.size_bytes for value in graph.values if value.on_host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal, NoReturn, overload
 
-import msgspec
-
 from checkmate.core.budget import Budget
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
@@ -240,21 +238,15 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
         near = graph.resident_bytes + int(1.1 * (lowest.peak_bytes - graph.resident_bytes))
         left = min(0.5 * left, 3.0 * max(1.0, len(graph.ops) / 30_000))
     seed, before = session.limits.seed, session.smallest
-    if problem.host is not None and any(value.on_host for value in graph.values):
+    if problem.host is not None:
         from checkmate.solvers.offload.streams import smallest_with_fetches
 
-        found = smallest_with_fetches(problem, Limits(time_s=max(left, 1.0), seed=seed), near)
-    elif left > 1.0:
+        return smallest_with_fetches(problem, Limits(time_s=max(left, 1.0), seed=seed), near)
+    if left > 1.0:
         found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=near)
     else:
         found = before or quick_peak(problem, Limits(time_s=1.0, seed=seed))
-    if before is not None and before.peak_bytes < found.peak_bytes:
-        found = before
-    if problem.host is None:
-        return found
-    # Plans with copies can peak lower than the plan found, but not below their own floor.
-    name = "" if lowest.op is None else graph.ops[lowest.op].name
-    return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
+    return before if before is not None and before.peak_bytes < found.peak_bytes else found
 
 
 def unit_question(budget: Budget, budget_bytes: int, needed_bytes: int = 0) -> str:

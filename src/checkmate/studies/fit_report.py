@@ -7,11 +7,12 @@ from typing import Literal
 
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.cost.device import Device
 from checkmate.studies.max_batch import MaxBatch
 
-Verdict = Literal["keeps everything", "fits with recomputation", "does not fit", "not known"]
+Verdict = Literal["keeps everything", "fits with recomputation", "fits with copies from the host", "does not fit", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Fits:
 
     def __bool__(self) -> bool:
         """True if a plan was found that fits."""
-        return self.verdict in ("keeps everything", "fits with recomputation")
+        return self.verdict.startswith(("keeps", "fits"))
 
     def rows(self) -> list[tuple[str, str]]:
         """The report as pairs of a name and a text."""
@@ -85,6 +86,11 @@ class Fits:
             ("floor", f"{shown(self.floor_bytes)}: {self.why}"),
             ("verdict", self.verdict + self._price()),
         ]  # fmt: skip
+        if self.result is not None and self.result.plan.host is not None:
+            timeline = simulate(self.graph, self.result.plan)
+            fetched = sum(self.graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "in")
+            held = f"{shown(timeline.host_peak_bytes)} of {shown(self.result.plan.host.bytes)}"
+            rows.append(("host", f"{held} at most; {shown(fetched)} are copied from there in a step"))
         if self.reserved_bytes is not None:
             room = f"the allocator's segments, of {shown(self.memory_bytes - self.device.context_bytes)}"
             rows.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))

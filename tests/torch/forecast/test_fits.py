@@ -249,3 +249,29 @@ def test_a_large_model_is_answered_for_in_a_minute_and_4_gib(case: str) -> None:
     assert row["cpu_s"] < 60
     assert row["max_resident_bytes"] < 4 * 2**30
     assert row["verdict"] in ("keeps everything", "fits with recomputation", "does not fit")
+
+
+def test_frozen_weights_that_exceed_the_memory_are_fetched_from_the_host() -> None:
+    """Nothing fits without a host; with one, the bytes of the device and of the host are those of the plan."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(1024, 1024).requires_grad_(False)
+            self.down, self.up = nn.Linear(1024, 8, bias=False), nn.Linear(8, 1024, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.base(x) + self.up(self.down(x)))
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(Adapted() for _ in range(8))), torch.empty(64, 1024)
+    asked = {"example": (x, x), "device": "RTX 4090", "optimizer": "adamw", "memory": "552MiB", "time_limit_s": 4}
+    alone = checkmate.torch.fits(model, nn.functional.mse_loss, **asked)
+    assert alone.verdict == "does not fit"
+    answer = checkmate.torch.fits(model, nn.functional.mse_loss, **asked, host="1GiB")
+    assert answer and answer.verdict == "fits with copies from the host"
+    assert answer.result is not None and answer.result.peak_bytes <= answer.available_bytes
+    assert answer.reserved_bytes is not None and answer.reserved_bytes < alone.keep_all_bytes
+    frozen = 8 * 4 * (1024 * 1024 + 1024)
+    assert answer.graph.resident_bytes < alone.graph.resident_bytes - frozen + 2**16
+    assert "are copied from there in a step" in dict(answer.rows())["host"]

@@ -20,6 +20,7 @@ from checkmate.core.plan import Compute, Fetch, HostMemory, Plan, Step, with_fre
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.evict.smallest import smallest_peak
 from checkmate.solvers.reductions.unread import needed_steps
 
@@ -116,7 +117,15 @@ def smallest_with_fetches(problem: Problem, limits: Limits, near: int) -> MinBud
     found = smallest_peak(streams.problem, limits, near=near)
     needed = needed_steps(streams.problem, [Compute(o) for o in found.plan.order])
     plan = with_frees(problem.graph, streams.fetched(needed), problem.host)
-    return structs.replace(found, plan=plan, peak_bytes=simulate(problem.graph, plan).peak_bytes)
+    lowest = floor(problem.graph, copies=True)
+    return structs.replace(
+        found,
+        plan=plan,
+        peak_bytes=simulate(problem.graph, plan).peak_bytes,
+        floor_bytes=lowest.peak_bytes,
+        why=lowest.why,
+        binding_op="" if lowest.op is None else problem.graph.ops[lowest.op].name,
+    )
 
 
 def prefetch(graph: Graph, plan: Plan, budget_bytes: int) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.budget import fixed_bytes
+from checkmate.core.budget import result_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -211,7 +211,7 @@ class Executable:
         if self._planner.options.budget is not None:
             if graph.boundary is None:  # a whole step: nothing of it is in flight when it returns
                 self._account.look.looked(self._account.resident.other_bytes)
-                self._last_bytes = joint.task.hold_last * (fixed_bytes(graph) - graph.resident_bytes)
+                self._last_bytes = joint.task.hold_last * result_bytes(graph)
             else:
                 memory = StepMemory.of(graph, result.plan, self._account.wrapped.transient_gradient_bytes)
                 self.guard(interface, joint, result, memory, replaceable=True)

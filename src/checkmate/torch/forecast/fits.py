@@ -40,6 +40,7 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
+    host: Amount | None = None,
     **options: Unpack[ForecastOptions],
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
@@ -58,6 +59,7 @@ def fits(
         memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
+        host: Memory of the host that values may be copied to, and from which frozen weights may be fetched.
         options: Further options; `ForecastOptions` describes them.
 
     Returns:
@@ -82,7 +84,8 @@ def fits(
         optimizer = optimizer_class(optimizer)([p for p in model.parameters() if p.requires_grad])
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
-    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target)
+    there = None if host is None else target.device.host_memory(host)
+    tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, there)
     if sequence_dim is not None and tracer.size(sequence_dim) is None:
         raise OptionError(
             f"sequence_dim={sequence_dim}: the tensors of the example do not share one size in that dimension",
@@ -127,7 +130,7 @@ class _Forecast:
         tracer, step = self.tracer, self.step
         self._caveats()
         # The search has to prove its result, and rarely needs more time.
-        smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)))
+        smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)), host=tracer.host)
         verdict, result = self._best(smallest)
         sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
         search = {"tracer": tracer, "step": step, "available_bytes": self.available_bytes, "remarks": self.remarks}
@@ -168,6 +171,8 @@ class _Forecast:
             remarks.append(f"nothing was measured: no {name} was used; {there}")
         if self.step.stateless:
             remarks.append(f"the state that {self.step.stateless} makes at its first step is not known, and counts as nothing")
+        if self.tracer.host is not None:
+            remarks.append("the largest sizes are those without copies from the host")
         if target.cpu_only:
             names = ", ".join(sorted(target.cpu_only))
             remarks.append(f"{target.cpu_only.total()} ops exist on CPUs alone, and {name} has others: {names}")
@@ -189,9 +194,9 @@ class _Forecast:
             return "does not fit", None
         known = smallest.plan if smallest.peak_bytes <= available else None
         limits = Limits(time_s=self.tracer.share_s(0.5))  # this is the main result
-        result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
+        result = solve(Problem(graph, available, host=self.tracer.host), limits=limits, initial=known, raise_on_failure=False)
         if isinstance(result, Result):
-            return "fits with recomputation", result
+            return "fits with recomputation" if result.plan.host is None else "fits with copies from the host", result
         if result.termination.reason is Reason.INFEASIBLE:
             self.remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
             return "does not fit", None

@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
 from checkmate.torch._compat.dispatch import FakeTensorMode
 from checkmate.torch.emulate.device import EmulatedDevice, fake_inputs
+from checkmate.torch.graph.host_weights import is_frozen
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.device_memory import missing_state_bytes, state_bytes, step_temporary_bytes
 from checkmate.torch.options import Options
@@ -64,6 +66,7 @@ class DeviceTracer:
     recipe: StepRecipe
     until: float  # value of ``time.perf_counter()`` at the end of the time limit
     target: EmulatedDevice | None = None  # None for the current device, on which costs and workspace are measured
+    host: HostMemory | None = None  # from which frozen weights may be fetched
     trace_s: float = 0.0  # seconds of the newest trace
 
     def share_s(self, share: float) -> float:
@@ -96,11 +99,14 @@ class DeviceTracer:
             there = [*recipe.model.parameters(), *recipe.model.buffers()]
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
+            on_host = {storage_key(t) for t in there if self.host is not None and is_frozen(t)}
             moved = [_rounded(p, granule) for p in trained]
             optimizer = recipe.optimizer
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             spec = replace(recipe, example=batch).spec()
             options = Options(reserve=state, costs="measured" if target is None else "estimated")
+            if self.host is not None:
+                options = replace(options, budget="100%", host=self.host.bytes)
             graph = trace_step(spec, batch, options, target).whole.graph
             update = 0
             if optimizer is not None and not spec.whole:
@@ -111,7 +117,7 @@ class DeviceTracer:
         return TracedStep(
             graph=graph,
             whole=spec.whole,
-            resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
+            resident_sizes=(*(size for key, size in sizes.items() if key not in on_host), *moved * (state // max(1, sum(moved)))),
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,
             update_bytes=update,

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import fx
 
-from checkmate.core.budget import fixed_bytes
+from checkmate.core.budget import result_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op, Value
 from checkmate.cost.store import OpCost
@@ -97,7 +97,8 @@ def capture_joint(
     """
     capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes)
     for _ in range(hold_last):
-        capture = replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
+        resident_bytes = capture.graph.resident_bytes + result_bytes(capture.graph)
+        capture = replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=resident_bytes))
     return capture
 
 
