@@ -1,8 +1,8 @@
 """Frozen weights on the host, planned with recomputation, against swapping blocks by hand, on GPUs that are not there.
 
-Steps of LoRA on frozen weights are built from configurations, matrix by matrix: the forward pass, and the backward pass with respect
-to activations and LoRA's matrices. Op costs are roofline estimates for the device, and copies take the rates of its profile. Nothing
-was measured: the fronts compare plans under one model.
+Steps of LoRA on frozen weights are built from configurations, matrix by matrix: the forward pass, and the backward pass with
+respect to activations and LoRA's matrices. Op costs are roofline estimates for the device, and copies take the rates of its
+profile. Nothing was measured: the fronts compare plans under one model.
 
 By hand: N of n blocks are swapped and every block is checkpointed. When a block is done, the weights of the block that is n - N
 blocks ahead are copied into its place, while the blocks between them run (the H2D-only swap of musubi-tuner). N = n - 1 is a ring
@@ -42,7 +42,7 @@ RANK = 16
 
 
 @dataclass
-class Step_:
+class Draft:
     """A graph under construction. Weights are numbered from -1 down until all are known: their ops come first."""
 
     device: Any
@@ -101,7 +101,7 @@ class Step_:
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths of a block: model, queries with keys and values, what the first matrix of the MLP makes and what the second reads."""
+    """Widths of a block: model, queries with keys and values, what the MLP's first matrix makes and what its second reads."""
 
     width: int
     qkv: int
@@ -115,7 +115,7 @@ class Shape:
 class Block:
     """A transformer block: attention, then an MLP, or both side by side (a single block of Flux)."""
 
-    def __init__(self, step: Step_, k: int, shape: Shape, *, single: bool = False) -> None:
+    def __init__(self, step: Draft, k: int, shape: Shape, *, single: bool = False) -> None:
         self.step, self.shape, self.single, self.name = step, shape, single, f"b{k}"
         s, copies = shape, shape.streams
         parts = {"one": (s.width, s.qkv + s.up), "two": (s.width + s.mid, s.width)} if single else {
@@ -184,7 +184,7 @@ class Block:
 
 def built(name: str, device: Any, tokens: int, weight_bytes: int, shapes: list[tuple[Shape, bool]], words: int = 0) -> Graph:
     """The step of a stack of blocks, with an embedding and a loss over words if there are any."""
-    step = Step_(device, tokens, weight_bytes)
+    step = Draft(device, tokens, weight_bytes)
     width = shapes[0][0].width
     table = (step.weight("embedding", words * width),) if words else ()
     blocks = [Block(step, k, shape, single=single) for k, (shape, single) in enumerate(shapes)]
@@ -248,7 +248,7 @@ def by_hand(graph: Graph, swapped: int, host: checkmate.HostMemory) -> Plan:
 
 
 def front(graph: Graph, host: checkmate.HostMemory) -> list[tuple[int, checkmate.Timeline]]:
-    """Swapped blocks and timelines by hand, from the smallest peak up, without those that take longer than one of a lower peak."""
+    """Swapped blocks and timelines by hand, from the smallest peak up, each faster than those before it."""
     count = len({name for op in graph.ops if (name := op.name.split(".")[0])[1:].isdigit()})
     tried = sorted({count - 1, count - 2, *(count * share // 8 for share in (7, 6, 5, 4, 2, 0))}, reverse=True)
     points: list[tuple[int, checkmate.Timeline]] = []

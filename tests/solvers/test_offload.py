@@ -16,10 +16,11 @@ from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.offload import run_with_host
 from checkmate.solvers.offload.placement import Reference, place
+from checkmate.solvers.offload.streams import prefetch
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from tests.solvers.joint_brute_force import least_time
-from tests.strategies import random_graph, random_host, with_host_values
+from tests.strategies import random_copies, random_graph, random_host, with_host_values
 
 QUICK = Limits(time_s=8, gap=0)
 
@@ -91,7 +92,6 @@ def test_the_joint_bound_is_below_every_step_of_many_graphs(on_host):
     """The same for more seeds; the bound is met by the best step in half of them."""
     problems = (tiny(seed, on_host=on_host) for seed in range(100, 500))
     checked = [found for problem in problems if problem and (found := bounds_hold(problem, 10_000))]
-    print(len(checked), sum(best >= time - 0.5 for time, best in checked))
     assert len(checked) >= 50
     assert sum(best >= time - 0.5 for time, best in checked) > len(checked) / 2
 
@@ -115,7 +115,6 @@ def test_the_joint_search_comes_near_the_best_step(on_host):
             assert result.cost >= found[0]
             assert result.bound <= found[0]
             exact += result.cost == found[0]
-    print(exact, missed)
     assert exact >= 10
     assert missed <= 2
 
@@ -233,3 +232,94 @@ def test_auto_plans_views_around_copies():
     copied = solve(Problem(tight, 300, host=HostMemory(1000, 10**9, 10**9)), Auto(), limits=QUICK)
     assert copied.plan.order.count(1) == 2
     assert copied.overhead == 1.0
+
+
+def weighted(count: int, *, weight: int = 300, views: bool = False) -> Graph:
+    """`layers` whose forward and backward ops of a layer read a weight of it that is on the host, the forward through a view."""
+    graph = layers(count)
+    ops = [checkmate.Op(f"w{k}", (), (k,), 0, recomputable=False) for k in range(count)]
+    values = [checkmate.Value(f"w{k}", weight, on_host=True) for k in range(count)]
+    if views:
+        ops += [checkmate.Op(f"w{k}.T", (k,), (count + k,), 0) for k in range(count)]
+        values += [checkmate.Value(f"w{k}.T", 0, base=k) for k in range(count)]
+    first = len(values)
+    for k, op in enumerate(graph.ops):
+        read = k + count * views if k < count else 2 * count - 1 - k
+        inputs, outputs = (tuple(v + first for v in indices) for indices in (op.inputs, op.outputs))
+        ops.append(msgspec.structs.replace(op, inputs=(read, *inputs), outputs=outputs))
+    return Graph(tuple(ops), (*values, *graph.values), name="weighted")
+
+
+FAST = HostMemory(10_000, 10**9, 10**10)
+"""A weight takes 30 ns, an op 100."""
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_values_on_the_host_are_fetched_beside_the_ops(views):
+    """Room for two of eight weights and all activations: each fetch is hidden, nothing is computed again, and none goes out."""
+    graph = weighted(8, views=views)
+    result = solve(Problem(graph, 1700, host=FAST), limits=QUICK)
+    timeline = simulate(graph, result.plan)
+    assert (result.overhead, result.bound, timeline.waited) == (1.0, 1600, 0)
+    assert not any(isinstance(step, Offload) for step in result.plan.steps)
+    moved = sum(graph.values[copy.value].size_bytes for copy in timeline.copies)
+    assert 300 * 7 <= moved < 300 * 16  # what fits stays, where it is used first, or last and first again
+    assert timeline.host_peak_bytes == 300 * len({copy.value for copy in timeline.copies})
+
+
+def test_values_on_the_host_are_not_copied_where_all_of_them_fit():
+    """All are on the device from the beginning to the end, and the host holds nothing."""
+    result = solve(Problem(weighted(6), "100%", host=FAST), limits=QUICK)
+    assert (result.overhead, result.plan.host) == (1.0, None)
+    assert set(range(6)) <= set(result.plan.order)
+    assert any("does not pay" in remark for remark in result.remarks)
+
+
+def test_a_slow_bus_is_proven_to_be_the_limit():
+    """Copies take three times as long as all ops: the bound counts what must come twice, and plans hold what they can."""
+    slow = HostMemory(10_000, 10**9, 10**9)
+    result = solve(Problem(weighted(8), 1300, host=slow), limits=QUICK)
+    assert result.bound > 1.5 * 1600
+    assert result.gap < 0.3
+
+
+@pytest.mark.parametrize("room", [600, 1500])
+def test_the_host_need_not_hold_every_value_that_is_on_it(room):
+    """Values that are never fetched take none of it: so many are on the device all the time."""
+    graph, budget = weighted(8), 2400 - room + 1100
+    result = solve(Problem(graph, budget, host=HostMemory(room, 10**9, 10**10)), limits=QUICK)
+    timeline = simulate(graph, result.plan)
+    assert 0 < timeline.host_peak_bytes <= room
+    assert result.peak_bytes <= budget
+
+
+def test_a_refusal_names_a_budget_that_fetches_keep():
+    """It is below the bytes of all weights, and a plan keeps it."""
+    graph = weighted(8)
+    with pytest.raises(checkmate.InfeasibleBudgetError) as caught:
+        solve(Problem(graph, 100, host=FAST), limits=QUICK)
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    assert smallest < 8 * 300
+    assert solve(Problem(graph, smallest, host=FAST), limits=QUICK).peak_bytes <= smallest
+
+
+def test_earlier_fetches_keep_the_budget_and_the_order():
+    """Of random plans: valid, within the bytes given, and no later where the bus has nothing else to do."""
+    gained = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        graph, host = with_host_values(rng, random_graph(rng, max_ops=6)), random_host(rng)
+        plan = random_copies(rng, graph, host)
+        before = simulate(graph, plan)
+        budget = before.peak_bytes + rng.randint(0, 6)
+        after = simulate(graph, prefetch(graph, plan, budget))
+        roomy = HostMemory(before.host_peak_bytes, host.out_bytes_per_s, host.in_bytes_per_s)
+        assert validate(graph, after.plan, budget, host=roomy, cost=after.cost) == ()
+        assert [c.value for c in after.copies if graph.values[c.value].on_host] == [
+            c.value for c in before.copies if graph.values[c.value].on_host
+        ]
+        if all(graph.values[c.value].on_host for c in before.copies):
+            assert after.cost <= before.cost
+            gained += after.cost < before.cost
+    assert gained >= 10

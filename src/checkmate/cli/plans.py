@@ -97,17 +97,21 @@ def _conclusion(name: str, result: Result) -> str:
 
 def _copies(amounts: Amounts, timeline: Timeline) -> dict[str, Any]:
     """Number and bytes of the copies to the host and back, for JSON."""
-    out = (amounts.graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "out")
-    return {"copies": len(timeline.copies), "offloaded_bytes": sum(out), **terminal.picked(timeline, "host_peak_bytes", "waited")}
+    moved = {"out": 0, "in": 0}
+    for copy in timeline.copies:
+        moved[copy.direction] += amounts.graph.values[copy.value].size_bytes
+    both = {"offloaded_bytes": moved["out"], "fetched_bytes": moved["in"]}
+    return {"copies": len(timeline.copies), **both, **terminal.picked(timeline, "host_peak_bytes", "waited")}
 
 
 def _copies_told(amounts: Amounts, timeline: Timeline, result: Result) -> list[str]:
     told = [remark for remark in result.remarks if remark.startswith(("offload", "copies"))]
     if not timeline.copies:
         return told
-    moved, held = format_bytes(_copies(amounts, timeline)["offloaded_bytes"]), format_bytes(timeline.host_peak_bytes)
+    copied = _copies(amounts, timeline)
+    out, back, held = (format_bytes(copied[name]) for name in ("offloaded_bytes", "fetched_bytes", "host_peak_bytes"))
     waits = amounts.cost(timeline.waited)
-    return [f"copies {moved} to the host, holds {held} there at most, and waits {waits} for copies", *told]
+    return [f"copies {out} to the host and {back} from it, holds {held} there at most, and waits {waits} for copies", *told]
 
 
 def _plan_data(amounts: Amounts, keep_all: Timeline, timeline: Timeline, result: Result, where: Path) -> dict[str, Any]:

@@ -430,9 +430,9 @@ def _host_values_first(graph: Graph) -> tuple[tuple[int, int], ...]:
     first = [graph.producer[v] for v, value in enumerate(graph.values) if value.on_host]
     if not first:
         return graph.order
-    for op in (graph.ops[o] for o in first):
+    for op, v in ((graph.ops[o], v) for v, o in enumerate(graph.producer) if graph.values[v].on_host):
         tied = op.inputs or op.cost or op.workspace_bytes or op.replay_bytes or op.recomputable or op.clobbered_by
-        if tied or len(op.outputs) > 1 or graph.values[op.outputs[0]].base is not None:
+        if tied or op.outputs != (v,) or graph.values[v].base is not None:
             raise GraphError(
                 f"op {op.name!r} makes a value on the host, and it reads, costs or makes something else, or may run again",
                 hint="give the value an op without inputs, cost and other outputs, with recomputable=False",

@@ -92,7 +92,7 @@ class Joint:
         return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
 
     def _stream(self, reference: Reference) -> None:
-        """Choose what is there when the step begins, the price of copies and the ring, one by one."""
+        """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one."""
         grid = {
             "share": (1.0, 0.75, 0.5, 0.25, 0.0),
             "price": (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),

@@ -52,18 +52,28 @@ class Streams:
         return {graph.producer[v]: v for v in found}
 
     @cached_property
+    def stay(self) -> list[int]:
+        """Ops of the values that are never fetched, since the host does not hold all."""
+        return self._first(sum(self._size(o) for o in self.ops) - self.host.bytes, up_to=False)
+
+    @cached_property
     def there(self) -> list[int]:
         """Ops of the values on the device when the step begins: those read first, which are also read last in a training step."""
-        graph, sizes = self.folded.graph, {o: self.folded.graph.values[v].size_bytes for o, v in self.ops.items()}
+        graph = self.folded.graph
         kept = sum(v.size_bytes for v in graph.values if v.kept and not v.on_host)
         room = self.share * (self._budget_bytes - graph.resident_bytes - kept)
-        room = max(room, sum(sizes.values()) - self.host.bytes)  # the host does not hold the others
+        return sorted({*self.stay, *self._first(room, up_to=True)})
+
+    def _first(self, most_bytes: float, *, up_to: bool) -> list[int]:
         chosen: list[int] = []
-        for o, size in sizes.items():
-            if size <= room:
+        for o in self.ops:
+            if most_bytes > 0 and (not up_to or self._size(o) <= most_bytes):
                 chosen.append(o)
-                room -= size
-        return sorted(chosen)
+                most_bytes -= self._size(o)
+        return chosen
+
+    def _size(self, o: int) -> int:
+        return self.folded.graph.values[self.ops[o]].size_bytes
 
     @property
     def on_demand(self) -> frozenset[int]:
@@ -79,7 +89,7 @@ class Streams:
         ops, values = list(graph.ops), list(graph.values)
         for o, v in self.ops.items():
             cost = round(self.price * self.host.in_ns(values[v].size_bytes))
-            ops[o] = structs.replace(ops[o], cost=cost, recomputable=True, phase="forward")
+            ops[o] = structs.replace(ops[o], cost=cost, recomputable=o not in self.stay, phase="forward")
             values[v] = structs.replace(values[v], on_host=False, kept=o in there)
         order = tuple(pair for pair in graph.order if there.issuperset(self.ops.keys() & set(pair)))
         changed = structs.replace(graph, ops=tuple(ops), values=tuple(values), order=order)
@@ -103,10 +113,11 @@ class Streams:
         begun = set(self.on_demand)
         found: list[Step] = []
         for step in steps:
-            again = isinstance(step, Compute) and step.op in begun
-            found.append(Fetch(self.ops[step.op]) if again else step)
-            if isinstance(step, Compute) and step.op in self.ops:
-                begun.add(step.op)
+            if not isinstance(step, Compute) or step.op not in self.ops:
+                found.append(step)
+                continue
+            found.append(Fetch(self.ops[step.op]) if step.op in begun else step)
+            begun.add(step.op)
         return found
 
 

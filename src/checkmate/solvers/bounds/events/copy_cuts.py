@@ -28,10 +28,12 @@ times of the copies, the bytes between events) only loosen the bound.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from checkmate.core.plan import HostMemory
-from checkmate.solvers.backends.program import Floats
+from checkmate.solvers.backends.program import Floats, Ints, ProgramBuilder
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.event_cuts import BUDGET_SLACK, CutBuilder, CutProgram
 
@@ -66,11 +68,7 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     columns, costs = redo[again], m.cost[again] / m.total
     none, no_cost = columns[:0], costs[:0]
 
-    def at_least(times: dict[int, float], columns: np.ndarray, entries: Floats, low: float) -> None:
-        """One row: the times and the columns, each with its factor, sum to ``low`` or more."""
-        factors = np.array(list(times.values()))
-        builder.add_row(np.concatenate([np.array(list(times)), columns]), np.concatenate([factors, entries]), low=low)
-
+    at_least = partial(_at_least, builder)
     # b + a is at most the sum of all computations and waits, which is the objective.
     at_least({wait: 1.0, before: -1.0, after: -1.0}, columns, costs, -least_ns / m.total)
     above, below = m.sides(t)
@@ -94,12 +92,16 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
         made = following[m.producer[values]] | (m.producer[values] == j)
         at_least({before: 1.0}, fetched[made], -copy_out[made], (m.cost[j] + m.cost[ahead].sum()) / m.total)
     at_least({before: 1.0}, fetched, -copy_out, 0.0)
+    if there.any():
+        _add_streams(cut, (before, after), np.flatnonzero(there), np.array([host.in_ns(int(s)) for s in m.size]) / m.total)
 
-    frozen = np.flatnonzero(there & (m.size > 0))
-    if not len(frozen):
-        return
+
+def _add_streams(cut: CutBuilder, times: tuple[int, int], frozen: Ints, copy_in: Floats) -> None:
+    """Columns of R and f, and their rows: of values that are on the host before the step."""
+    m, builder, (t,), (before, after) = cut.model, cut.builder, cut.cuts, times
+    above, _ = m.sides(t)
     begun, early = builder.add_columns(np.zeros(len(frozen))), builder.add_columns(np.zeros(len(frozen)))
-    copies = np.array([host.in_ns(int(s)) for s in m.size[frozen]]) / m.total
+    copies, fetched = copy_in[frozen], np.flatnonzero(cut.fetched >= 0)
     first = above.copy()
     first[t] = True
     read = np.isin(frozen, m.edge_value[first[m.edge_op]])
@@ -111,13 +113,21 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     kept = int(m.size[m.inputs[m.end]].sum())
     most = max(0.0, cut.budget * (1 + BUDGET_SLACK) - kept) / max(1, cut.budget)
     builder.add_row(begun, m.size[frozen] / max(1, cut.budget), high=most)
-    at_least({before: 1.0, after: 1.0}, np.concatenate([early, fetched]), -np.concatenate([copies, copy_in]), 0.0)
+    moved = np.concatenate([copies, copy_in[fetched]])
+    _at_least(builder, {before: 1.0, after: 1.0}, np.concatenate([early, cut.fetched[fetched]]), -moved, 0.0)
     for j in _some(np.flatnonzero(above)):
         ahead, following = m.sides(j)
         readers = ahead.copy()
         readers[j] = True
         needed = np.isin(frozen, m.edge_value[readers[m.edge_op]])
-        at_least({before: 1.0}, early[needed], -copies[needed], (m.cost[j] + m.cost[following & above].sum()) / m.total)
+        passed = (m.cost[j] + m.cost[following & above].sum()) / m.total
+        _at_least(builder, {before: 1.0}, early[needed], -copies[needed], passed)
+
+
+def _at_least(builder: ProgramBuilder, times: dict[int, float], columns: Ints, entries: Floats, low: float) -> None:
+    """One row: the times and the columns, each with its factor, sum to ``low`` or more."""
+    factors = np.array(list(times.values()))
+    builder.add_row(np.concatenate([np.array(list(times)), columns]), np.concatenate([factors, entries]), low=low)
 
 
 def _some(ops: np.ndarray, most: int = 24) -> list[int]:
