@@ -334,8 +334,12 @@ def test_the_registry_lists_the_solvers_and_refuses_others():
     """Every solver is found by name, and a wrong name by what there is."""
     assert {"auto", "brute-force", "keep-all", "local-search", "milp"} <= set(available())
     assert by_name("auto") == Auto()
+    assert type(by_name("Brute_Force")) is available()["brute-force"]
     with pytest.raises(OptionError, match="no solver 'gurobi'"):
         by_name("gurobi")
+    with pytest.raises(OptionError) as caught:
+        by_name("autoo")
+    assert caught.value.hint.startswith("did you mean 'auto'? choose one of ")
 
 
 @pytest.fixture
