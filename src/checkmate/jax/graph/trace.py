@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, without_unread
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, traced_as, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -107,7 +109,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
         known: dict[Any, Source] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *arguments), strict=True))
         for eqn in jaxpr.eqns:
             inputs = tuple(v if isinstance(v, Literal) else known[v] for v in eqn.invars)
-            body = eqn.params.get(calls.get(eqn.primitive.name, ""))
+            body = eqn.params.get(calls.get(eqn.primitive.name, "")) or _as_xla_runs(eqn)
             if body is None:
                 inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
             outputs = inlined[-1].outputs if body is None else inline(body, inputs)[1]
@@ -119,6 +121,46 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
     kept = {v: constant for v, constant in constants.items() if v in used}
     return Trace(tuple(v for v in arguments if isinstance(v, int)), kept, tuple(equations), tuple(results), types)
+
+
+def _as_xla_runs(eqn: Any) -> Any:
+    """A jaxpr that computes the same in a form that XLA neither copies nor stores for; None for most equations."""
+    if eqn.primitive.name not in ("dot_general", "split"):
+        return None
+    with traced_as(eqn):
+        if eqn.primitive.name == "split":
+            pairs, axis = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0)), eqn.params["axis"]
+            slices = functools.partial(jax.lax.slice_in_dim, axis=axis)
+            return jax.make_jaxpr(lambda array: [slices(array, *pair) for pair in pairs])(eqn.invars[0].aval)
+        spread = any(varying_axes(v.aval) or any(v.aval.sharding.spec) for v in eqn.invars if hasattr(v.aval, "sharding"))
+        return None if spread else _canonical_product(eqn)
+
+
+def _canonical_product(eqn: Any) -> Any:
+    """A product of arrays whose batch axes come first, with one contracted axis next to them or last; None if it is one."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    pairs = sorted(zip(*contracted, strict=True))
+    orders: list[Sequence[int]] = []
+    for v, own, first in zip(eqn.invars, zip(*pairs, strict=True), batch, strict=False):
+        free = [d for d in range(v.aval.ndim) if d not in {*own, *first}]
+        kept = [*range(v.aval.ndim)]
+        orders.append(kept if kept in ([*first, *own, *free], [*first, *free, *own]) else [*first, *free, *own])
+    natural = all(list(order) == sorted(order) for order in orders)
+    if not pairs or (len(pairs) == 1 and natural):
+        return None
+
+    def product(*operands: Any) -> Any:
+        read: list[Any] = []
+        axes: list[tuple[int]] = []
+        for array, order, own in zip(operands, orders, zip(*pairs, strict=True), strict=True):
+            array, at = jnp.transpose(array, order), order.index(own[0])
+            size = math.prod(array.shape[at : at + len(own)])
+            read.append(jnp.reshape(array, (*array.shape[:at], size, *array.shape[at + len(own) :])))
+            axes.append((at,))
+        leading = (tuple(range(len(batch[0]))),) * 2
+        return eqn.primitive.bind(*read, **eqn.params | {"dimension_numbers": (tuple(axes), leading)})
+
+    return jax.make_jaxpr(product)(*(v.aval for v in eqn.invars))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
