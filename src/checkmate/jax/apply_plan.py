@@ -15,10 +15,10 @@ compiles it to the same instructions in every plan (docs/decisions/0010).
 
 from __future__ import annotations
 
-from collections import ChainMap
+import itertools
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,8 +28,6 @@ from checkmate.core.plan import Plan
 from checkmate.jax._compat import merges_recomputations, varying_axes
 from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, VIEWS, Capture
 from checkmate.jax.graph.trace import is_inexact, result, trace_flat
-
-NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class PlannedProgram:
@@ -78,46 +76,44 @@ class PlannedProgram:
             if p in self._fences:
                 values.update(behind_barriers(values, self._fences[p].values, opaque=self.selects))
                 self._view_again(values, self._fences[p])
-            self._compute(values, op, self._again.get(p, {}), None if newest is None else values[newest])
+            self._compute(values, op, self._again.get(p), None if newest is None else values[newest])
             if self.selects and (found := self._newest(values, (op,))) is not None:
                 newest = found
 
-    def _compute(
-        self, values: dict[int, Any], op: int, again: Mapping[int, int] = MappingProxyType({}), newest: Any = None
-    ) -> None:
-        """Compute an op. Some equations (`again`) read a value that depends on the newest value."""
+    def _compute(self, values: dict[int, Any], op: int, again: Mapping[int, int] | None = None, newest: Any = None) -> None:
+        """Compute an op. Each equation in `again` reads one of its inputs behind a select that depends on the newest value."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
         for equation in self.capture.members[op]:
-            v = again.get(id(equation))
+            v = None if newest is None or again is None else again.get(id(equation))
             # In `jax.shard_map` a value that is the same on all devices would vary after the select.
-            if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
+            if v is not None and varying_axes(newest) <= varying_axes(local[v]):
                 local[v] = selected_by(newest, local[v])
             local.update(equation.computed(local))
         values.update({v: local[v] for v in self.capture.outputs[op]})
 
     def _computed_again(self) -> dict[int, dict[int, int]]:
-        """By position: the equations that XLA would merge with an earlier computation, each with its smallest input."""
-        capture, numbers, known = self.capture, dict[Any, int](), dict[int, int]()
-        made, since = set[Any](), set[Any]()
+        """By position: the equations that XLA would merge with earlier ones, each with the input to read behind a select."""
+        trace, fresh = self.capture.trace, itertools.count()
+        number = defaultdict[Any, int](fresh.__next__)  # of computations; equal ones have the same
+        known: dict[int, int] = {}
+        made, since = set[Any](), set[Any]()  # before the last fence, and after it
         found: dict[int, dict[int, int]] = {}
         for p, op in enumerate(self.order):
             if p in self._fences or p == self._boundary:
                 made |= since
                 since.clear()
-            if p in self._fences:
-                known.update({v: numbers.setdefault(object(), len(numbers)) for v in self._fences[p].values})
+            known.update((v, next(fresh)) for v in (self._fences[p].values if p in self._fences else ()))
             local = ChainMap[int, int]({}, known)
-            for equation in capture.members[op]:
-                read = sorted(equation.read, key=capture.trace.size_bytes)
-                key = (id(equation), *(local.get(v, -v) for v in read))
-                if key in made and read and equation.kind not in VIEWS:
-                    found.setdefault(p, {})[id(equation)] = read[0]
-                    local[read[0]] = numbers.setdefault(object(), len(numbers))
-                    key = (id(equation), *(local.get(v, -v) for v in read))
+            for equation in self.capture.members[op]:
+                key = (id(equation), *(local.get(v, ~v) for v in equation.read))
+                if key in made and equation.read and equation.kind not in VIEWS:
+                    v = min(equation.read, key=lambda v: (-len(varying_axes(trace.types[v])), trace.size_bytes(v)))
+                    found.setdefault(p, {})[id(equation)] = v
+                    local[v], key = next(fresh), (next(fresh),)
                 since.add(key)
-                local.update(dict.fromkeys(equation.outputs, numbers.setdefault(key, len(numbers))))
-            known.update({v: local[v] for v in capture.outputs[op] if v in local})
+                local.update(dict.fromkeys(equation.outputs, number[key]))
+            known.update((v, local[v]) for v in self.capture.outputs[op] if v in local)
         return found
 
     def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
