@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import merges_recomputations, varying_axes
-from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, VIEWS, Capture
+from checkmate.jax.graph.capture import VIEWS, Capture
 from checkmate.jax.graph.trace import is_inexact, result, trace_flat
 
 
@@ -42,7 +42,7 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._views = _views(capture) | ({} if exact else _cheap(capture))
+        self._views = _views(capture)
         self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact))
         self._again = self._computed_again() if self.selects else {}
 
@@ -189,20 +189,6 @@ def _views(capture: Capture) -> dict[int, tuple[int, int]]:
     }
     bases = ((v, value.base) for v, value in enumerate(graph.values) if value.base is not None)
     return {traced[v]: (traced[base], graph.producer[v]) for v, base in bases}
-
-
-def _cheap(capture: Capture) -> dict[int, tuple[int, int]]:
-    """The same for values that XLA computes in each loop that reads them: it would store the value for a fence, and its input."""
-    trace = capture.trace
-    made = {v for outputs in capture.outputs for v in outputs}
-    stored = {v for e in trace.equations if e.kind not in FUSED | REDUCTIONS for v in e.read} | {*trace.results}
-    found = {}
-    for op, chain in enumerate(capture.members):
-        if len(chain) == 1 and chain[0].kind in CHEAP and len(chain[0].read) == 1 and stored.isdisjoint(chain[0].outputs):
-            (value,), (base,) = chain[0].outputs, chain[0].read
-            if base in made and trace.size_bytes(value) == trace.size_bytes(base):
-                found[value] = base, op
-    return found
 
 
 def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,43 +123,38 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 
 
 def _as_xla_runs(eqn: Any) -> Any:
-    """A jaxpr that computes the same in a form that XLA neither copies nor stores for; None for most equations."""
-    if eqn.primitive.name not in ("dot_general", "split"):
+    """A jaxpr that computes the same with slices and with products that copy no operand; None for most equations."""
+    avals = [v.aval for v in eqn.invars]
+    if eqn.primitive.name not in ("dot_general", "split") or any(any(a.sharding.spec) or varying_axes(a) for a in avals):
         return None
-    with traced_as(eqn):
-        if eqn.primitive.name == "split":
-            pairs, axis = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0)), eqn.params["axis"]
-            slices = functools.partial(jax.lax.slice_in_dim, axis=axis)
-            return jax.make_jaxpr(lambda array: [slices(array, *pair) for pair in pairs])(eqn.invars[0].aval)
-        spread = any(varying_axes(v.aval) or any(v.aval.sharding.spec) for v in eqn.invars if hasattr(v.aval, "sharding"))
-        return None if spread else _canonical_product(eqn)
+
+    def run(*operands: Any) -> Any:
+        with traced_as(eqn):
+            return _product(eqn, operands) if eqn.primitive.name == "dot_general" else _slices(eqn, *operands)
+
+    closed = jax.make_jaxpr(run)(*avals)
+    return closed if len(opened(closed)[0].eqns) > 1 else None  # alone, it is such a product
 
 
-def _canonical_product(eqn: Any) -> Any:
-    """A product of arrays whose batch axes come first, with one contracted axis next to them or last; None if it is one."""
+def _slices(eqn: Any, array: Any) -> list[Any]:
+    pairs = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0))
+    return [jax.lax.slice_in_dim(array, start, stop, axis=eqn.params["axis"]) for start, stop in pairs]
+
+
+def _product(eqn: Any, operands: Sequence[Any]) -> Any:
+    """A product of arrays whose batch axes come first, with one contracted axis next to them or last."""
     contracted, batch = eqn.params["dimension_numbers"]
-    pairs = sorted(zip(*contracted, strict=True))
-    orders: list[Sequence[int]] = []
-    for v, own, first in zip(eqn.invars, zip(*pairs, strict=True), batch, strict=False):
-        free = [d for d in range(v.aval.ndim) if d not in {*own, *first}]
-        kept = [*range(v.aval.ndim)]
-        orders.append(kept if kept in ([*first, *own, *free], [*first, *free, *own]) else [*first, *free, *own])
-    natural = all(list(order) == sorted(order) for order in orders)
-    if not pairs or (len(pairs) == 1 and natural):
-        return None
-
-    def product(*operands: Any) -> Any:
-        read: list[Any] = []
-        axes: list[tuple[int]] = []
-        for array, order, own in zip(operands, orders, zip(*pairs, strict=True), strict=True):
-            array, at = jnp.transpose(array, order), order.index(own[0])
-            size = math.prod(array.shape[at : at + len(own)])
-            read.append(jnp.reshape(array, (*array.shape[:at], size, *array.shape[at + len(own) :])))
-            axes.append((at,))
-        leading = (tuple(range(len(batch[0]))),) * 2
-        return eqn.primitive.bind(*read, **eqn.params | {"dimension_numbers": (tuple(axes), leading)})
-
-    return jax.make_jaxpr(product)(*(v.aval for v in eqn.invars))
+    read, axes = list(operands), contracted
+    if pairs := sorted(zip(*contracted, strict=True)):
+        axes = ()
+        for k, (array, own, first) in enumerate(zip(operands, zip(*pairs, strict=True), batch, strict=True)):
+            free = [d for d in range(array.ndim) if d not in {*own, *first}]
+            at = len(first) if [*first, *own, *free] == [*range(array.ndim)] else len(first) + len(free)
+            moved = jax.lax.transpose(array, [*first, *own, *free] if at == len(first) else [*first, *free, *own])
+            size, end = math.prod(array.shape[d] for d in own), at + len(own)
+            read[k], axes = jax.lax.reshape(moved, (*moved.shape[:at], size, *moved.shape[end:])), (*axes, (at,))
+        batch = (tuple(range(len(batch[0]))),) * 2
+    return eqn.primitive.bind(*read, **eqn.params | {"dimension_numbers": (axes, batch)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
