@@ -165,3 +165,23 @@ def test_a_loop_within_other_transformations():
     expected = jax.vmap(jax.grad(stacked), (None, 0))(weights, batch)
     for _ in range(2):
         assert difference(expected, jax.vmap(jax.grad(planned), (None, 0))(weights, batch)) < 1e-5
+
+
+def test_a_loop_needs_no_more_than_a_checkpoint_around_its_body():
+    """A mask that is broadcast to the shape of the scores is made in each iteration, not held through the loop."""
+    weights, x = jnp.ones((LAYERS, 32, 32)) / 32, jnp.ones((8, 64, 32))
+
+    def loss(wrap, weights, x):
+        def attention(x, w):
+            scores = jnp.einsum("bqd,bkd->bqk", x @ w, x)
+            return x + jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((64, 64), bool)), scores, -1e9)) @ x, None
+
+        return (jax.lax.scan(wrap(attention), x, weights)[0] ** 2).mean()
+
+    options = cj.compiler_options()
+    theirs = jax.jit(jax.value_and_grad(functools.partial(loss, jax.checkpoint)), compiler_options=options).lower(weights, x)
+    needed = theirs.compile().memory_analysis()
+    total = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
+    planned = cj.remat(functools.partial(loss, lambda body: body), budget=total, costs="estimated")
+    jax.eval_shape(jax.grad(planned), weights, x)
+    assert planned.temp_bytes <= needed.temp_size_in_bytes

@@ -5,9 +5,9 @@ depends on all earlier computations, and all later ones depend on it. XLA also k
 alone, but then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again behind a fence,
 because XLA would store a value and its view as two buffers.
 
-XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time. There a recomputation also
-reads an operand behind a select, whose condition is always true and depends on the newest value, unless the user asked for the
-options that keep barriers.
+XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time, and schedules. There a fence
+is a loop that never runs, unless the user asked for the options that keep barriers. A loop would copy the arguments of a program:
+a recomputation that reads nothing else reads one behind a select, whose condition is always true and depends on the newest value.
 
 Fences change XLA's fusions, and therefore the rounding. In an exact program every op stands alone between barriers, and XLA
 compiles it to the same instructions in every plan (docs/decisions/0010).
@@ -15,8 +15,9 @@ compiles it to the same instructions in every plan (docs/decisions/0010).
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import itertools
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import merges_recomputations, varying_axes
-from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, Capture
-from checkmate.jax.graph.trace import result, trace_flat
+from checkmate.jax.graph.capture import VIEWS, Capture
+from checkmate.jax.graph.trace import is_inexact, result, trace_flat
 
 
 class PlannedProgram:
@@ -41,8 +42,9 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._views = _views(capture) | ({} if exact else _cheap(capture))
+        self._views = _views(capture)
         self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact))
+        self._again = self._computed_again() if self.selects else {}
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the captured function for its flat arguments, tangents included."""
@@ -68,45 +70,51 @@ class PlannedProgram:
         return [result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
-        made = {id(equation) for op in self.order[:start] for equation in self.capture.members[op]}  # before the last fence
-        since, selected = set[int](), set[int]()
         newest = self._newest(values, reversed(self.order[:start])) if self.selects else None
         for p in range(start, stop):
             op = self.order[p]
             if p in self._fences:
-                values.update(behind_barriers(values, self._fences[p].values))
+                values.update(behind_barriers(values, self._fences[p].values, opaque=self.selects))
                 self._view_again(values, self._fences[p])
-                made |= since
-                since.clear()
-            if newest is not None and (again := made.intersection(map(id, self.capture.members[op]))):
-                self._compute(values, op, again, selected, values[newest])
-                selected.update(self.capture.outputs[op])
-            else:
-                self._compute(values, op)
-            since.update(map(id, self.capture.members[op]))
+            self._compute(values, op, self._again.get(p), None if newest is None else values[newest])
             if self.selects and (found := self._newest(values, (op,))) is not None:
                 newest = found
 
-    def _compute(
-        self, values: dict[int, Any], op: int, again: Set[int] = frozenset(), selected: Set[int] = frozenset(), newest: Any = None
-    ) -> None:
-        """Compute an op. Equations that are computed again depend on the newest value, or on an input that does (`selected`)."""
+    def _compute(self, values: dict[int, Any], op: int, again: Mapping[int, int] | None = None, newest: Any = None) -> None:
+        """Compute an op. Each equation in `again` reads one of its inputs behind a select that depends on the newest value."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
-        dependent = set[int]()
         for equation in self.capture.members[op]:
-            if newest is not None:
-                read = equation.read
-                if id(equation) in again and selected.isdisjoint(read) and dependent.isdisjoint(read):
-                    # In `jax.shard_map` a value that is the same on all devices would vary after the select.
-                    usable = [v for v in read if varying_axes(newest) <= varying_axes(local[v])]
-                    for v in sorted(usable, key=self.capture.trace.size_bytes)[:1]:
-                        local[v] = selected_by(newest, local[v])
-                        dependent.add(v)
-                if not (selected.isdisjoint(read) and dependent.isdisjoint(read)):
-                    dependent.update(equation.outputs)
+            v = None if newest is None or again is None else again.get(id(equation))
+            # In `jax.shard_map` a value that is the same on all devices would vary after the select.
+            if v is not None and varying_axes(newest) <= varying_axes(local[v]):
+                local[v] = selected_by(newest, local[v])
             local.update(equation.computed(local))
         values.update({v: local[v] for v in self.capture.outputs[op]})
+
+    def _computed_again(self) -> dict[int, dict[int, int]]:
+        """By position: the equations that XLA would merge with earlier ones, each with the input to read behind a select."""
+        trace, fresh = self.capture.trace, itertools.count()
+        number = defaultdict[Any, int](fresh.__next__)  # of computations; equal ones have the same
+        known: dict[int, int] = {}
+        made, since = set[Any](), set[Any]()  # before the last fence, and after it
+        found: dict[int, dict[int, int]] = {}
+        for p, op in enumerate(self.order):
+            if p in self._fences or p == self._boundary:
+                made |= since
+                since.clear()
+            known.update((v, next(fresh)) for v in (self._fences[p].values if p in self._fences else ()))
+            local = ChainMap[int, int]({}, known)
+            for equation in self.capture.members[op]:
+                key = (id(equation), *(local.get(v, ~v) for v in equation.read))
+                if key in made and equation.read and equation.kind not in VIEWS:
+                    v = min(equation.read, key=lambda v: (-len(varying_axes(trace.types[v])), trace.size_bytes(v)))
+                    found.setdefault(p, {})[id(equation)] = v
+                    local[v], key = next(fresh), (next(fresh),)
+                since.add(key)
+                local.update(dict.fromkeys(equation.outputs, number[key]))
+            known.update((v, local[v]) for v in self.capture.outputs[op] if v in local)
+        return found
 
     def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
         """Number of the first floating-point value that is an output of some ops; None if there is none."""
@@ -145,6 +153,8 @@ class PlannedProgram:
                 found[p] = next_fence
                 read.clear()
         fences = {p: self._stored(values) for p, values in found.items()}
+        if self.selects:  # a loop would copy arguments; computations that read nothing else read a value behind a select
+            fences = {p: _Stored(tuple(v for v in f.values if v not in given), f.views) for p, f in fences.items()}
         return {p: fence for p, fence in fences.items() if fence.values}, saved
 
     def _stored(self, live: set[int]) -> _Stored:
@@ -181,20 +191,6 @@ def _views(capture: Capture) -> dict[int, tuple[int, int]]:
     return {traced[v]: (traced[base], graph.producer[v]) for v, base in bases}
 
 
-def _cheap(capture: Capture) -> dict[int, tuple[int, int]]:
-    """The same for values that XLA computes in each loop that reads them: it would store the value for a fence, and its input."""
-    trace = capture.trace
-    made = {v for outputs in capture.outputs for v in outputs}
-    stored = {v for e in trace.equations if e.kind not in FUSED | REDUCTIONS for v in e.read} | {*trace.results}
-    found = {}
-    for op, chain in enumerate(capture.members):
-        if len(chain) == 1 and chain[0].kind in CHEAP and len(chain[0].read) == 1 and stored.isdisjoint(chain[0].outputs):
-            (value,), (base,) = chain[0].outputs, chain[0].read
-            if base in made and trace.size_bytes(value) == trace.size_bytes(base):
-                found[value] = base, op
-    return found
-
-
 def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
     """Positions at which a run of recomputations begins; if `delayed`, also runs of computations later than in the program.
 
@@ -213,8 +209,10 @@ def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
     return found
 
 
-def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
+def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int], *, opaque: bool = False) -> dict[int, Any]:
     """Some values behind a barrier: XLA cannot fuse their readers with earlier computations, or move these computations.
+
+    An `opaque` barrier is a loop, for versions of XLA that remove other barriers.
 
     In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary: there is one
     barrier for each set of axes along which values differ. Every recomputation also reads a value that depends on the batch.
@@ -224,16 +222,45 @@ def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[i
         by_axes.setdefault(varying_axes(values[v]), []).append(v)
     found: dict[int, Any] = {}
     for some in by_axes.values():
-        found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
+        barrier = _behind_loop if opaque else jax.lax.optimization_barrier
+        found.update(zip(some, barrier(tuple(values[v] for v in some)), strict=True))
     return found
 
 
+@jax.custom_jvp
+def _behind_loop(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The arrays after a loop that never runs, though XLA cannot tell, and that would change each of them in place."""
+    found = next((a for a in arrays if a.size), None)
+    if found is None:
+        return arrays
+    position = next(i for i, a in enumerate(arrays) if a is found)
+
+    def changed(array: jax.Array) -> jax.Array:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(~jax.random.key_data(array), impl=jax.random.key_impl(array))
+        return -array if is_inexact(array) else ~array
+
+    return jax.lax.while_loop(lambda carry: ~_always(carry[position]), lambda carry: tuple(map(changed, carry)), arrays)
+
+
+_behind_loop.defjvp(lambda primals, tangents: (_behind_loop(*primals), *tangents))
+
+
+def _always(array: jax.Array) -> jax.Array:
+    """True, computed from an element of an array; XLA cannot tell that it is true for every element."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    element = jnp.real(array[(0,) * array.ndim])
+    bits = f"uint{8 * element.dtype.itemsize}"
+    number = jax.lax.bitcast_convert_type(element, bits) if is_inexact(element) else element.astype("uint32")
+    return (number | 1) != 0
+
+
 def selected_by(newest: jax.Array, value: jax.Array) -> jax.Array:
-    """A value, computed by a select whose condition is true whatever the newest value is; XLA cannot tell that it is."""
+    """A value, computed by a select whose condition is true whatever the newest value is."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(selected_by(newest, jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    bits = jax.lax.bitcast_convert_type(jnp.ravel(newest)[0], f"uint{8 * newest.dtype.itemsize}")
-    return jnp.where((bits | 1) != 0, value, jnp.zeros((), value.dtype))
+    return jnp.where(_always(newest), value, jnp.zeros((), value.dtype))
 
 
 def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,7 +177,12 @@ class Compilation:
         options = {} if program.selects else None
         compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
         if not self.axes:
-            return compiled(lambda *arguments: program(arguments), specs_of(self.capture))
+            specs, boundary = specs_of(self.capture), self.capture.boundary
+            scalars = () if boundary is None or any(spec.shape for spec in boundary.specs) else boundary.specs
+            # XLA simplifies with the constant cotangent that `jax.grad` gives to a loss.
+            return compiled(
+                lambda *given: program([*given, *(jnp.ones((), s.dtype) for s in scalars)]), specs[: len(specs) - len(scalars)]
+            )
         # A separate thread is outside of the transformations around this call, which have these axes already.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(compiled, _on_mesh(program, self.axes), specs_of(self.capture)).result()
@@ -408,7 +413,7 @@ def compiler_options() -> dict[str, str]:
 
     Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
     for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing. Plans that are
-    not exact need no options. From this call on, plans are for programs compiled with the options, and take fewer bytes.
+    not exact need no options. From this call on, plans are for programs compiled with the options.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.

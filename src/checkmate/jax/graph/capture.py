@@ -51,7 +51,7 @@ CHEAP = MOVES | set(_CHEAP.split())
 REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")} | {"argmax", "argmin"})
 """Primitives that XLA fuses with the computation of their input."""
 
-FUSED = POINTWISE | MOVES | BROADCASTS
+FUSED = POINTWISE | MOVES | BROADCASTS | {"concatenate", "dynamic_slice", "gather", "pad"}
 """Primitives that XLA fuses into the loops that read them: an output that one loop reads is never stored."""
 
 KEEP_SHAPES = frozenset({"axis_index", "pbroadcast", "pcast", "pmax", "pmin", "psum", "psum2", "psum_invariant", "pvary"})
@@ -118,6 +118,12 @@ def moved_bytes(eqn: Any) -> int:
 def has_effects(equation: Equation) -> bool:
     """Whether an equation must run exactly once."""
     return bool(equation.eqn.effects)
+
+
+def is_broadcast(equation: Equation) -> bool:
+    """Whether an equation reads next to nothing for what it writes."""
+    read, written = ([type_bytes(v.aval) for v in some] for some in (equation.eqn.invars, equation.eqn.outvars))
+    return equation.kind in BROADCASTS and 2 * sum(read) <= sum(written)
 
 
 def is_view(equation: Equation, producers: Mapping[int, Equation]) -> bool:
@@ -245,8 +251,7 @@ class _Builder:
         if not all(equations[r].kind in FUSED | REDUCTIONS and not has_effects(equations[r]) for r in used):
             return set()
         ends = {head for r in used for head in heads[r]}
-        smaller = 2 * sum(map(self.trace.size_bytes, equation.read)) <= self.trace.size_bytes(equation.outputs[0])
-        if equation.kind in BROADCASTS and smaller:
+        if is_broadcast(equation):
             return ends
         if equation.kind in CHEAP and not any(self._apart[r] >> i & 1 for r in used):
             return ends

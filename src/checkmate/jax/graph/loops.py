@@ -16,7 +16,7 @@ import numpy as np
 
 from checkmate.core.errors import SolverError
 from checkmate.jax._compat import as_function, opened, traced_as
-from checkmate.jax.graph.capture import Costs
+from checkmate.jax.graph.capture import Costs, is_broadcast
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
@@ -28,6 +28,12 @@ class _Loop:
 
     equation: Equation
     body: Trace
+    makers: Mapping[int, Equation]  # of values that are broadcast from smaller ones
+
+    def constants(self, values: dict[int, Any]) -> list[Any]:
+        """The constants of an iteration. Each makes broadcasts anew, which XLA would hold through the loop, like a mask."""
+        read = [(s, self.makers.get(s) if isinstance(s, int) else None) for s in self.split(self.equation.inputs)[0]]
+        return [_value(values if maker is None else maker.computed(values), s) for s, maker in read]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carries and stacks among the inputs, or among the arguments of the body."""
@@ -84,10 +90,11 @@ class _Pair:
     def forward(self, values: dict[int, Any]) -> list[Any]:
         """Run the loop: its carries and kept stacks go to `values`, and the stacks of the saved values are returned."""
         loop, body = self.loop, self.loop.body
-        constants, carry, stacks = loop.split([_value(values, s) for s in loop.equation.inputs])
+        _, carry, stacks = loop.split([_value(values, s) for s in loop.equation.inputs])
 
         def step(carry: Any, slices: Any) -> Any:
-            local = dict(zip(body.arguments, (*constants, *carry, *slices), strict=True)) | dict(body.constants)
+            given = (*loop.constants(values), *carry, *slices)
+            local = dict(zip(body.arguments, given, strict=True)) | dict(body.constants)
             for equation in body.equations:
                 local.update(equation.computed(local))
             ends = [result(local, source) for source in loop.ends(body.results)[0]]
@@ -100,24 +107,25 @@ class _Pair:
     def backward(self, values: dict[int, Any], saved: list[Any]) -> None:
         """Run the loop of the derivative, in which each iteration computes again what is not saved."""
         theirs, own, body = self.loop, self.derivative, self.loop.body
-        constants, _, given = theirs.split([_value(values, s) for s in theirs.equation.inputs])
+        given = theirs.split([_value(values, s) for s in theirs.equation.inputs])[2]
         fixed, _, sliced = theirs.split(body.arguments)
         known = [values[stack] for stack in self.known.values()]
         sources = [self.read.get(s) if isinstance(s, int) else None for s in own.equation.inputs]
         inputs = [_value(values, s) if source is None else None for s, source in zip(own.equation.inputs, sources, strict=True)]
-        mine, carry, stacks = own.split(inputs)
+        _, carry, stacks = own.split(inputs)
         closed = own.equation.eqn.params["jaxpr"]
         run = as_function(closed, opened(closed)[1])
 
         def step(carry: Any, slices: Any) -> Any:
-            stacks, given, known, saved = slices
-            local = dict(zip((*fixed, *sliced), (*constants, *given), strict=True)) | dict(body.constants)
+            # Without barriers XLA takes a slice anew for each reader, and stores them all.
+            stacks, given, known, saved = jax.tree.map(jax.lax.optimization_barrier, slices)
+            local = dict(zip((*fixed, *sliced), (*theirs.constants(values), *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
             for equation in self.again:
                 local.update(equation.computed(local))
             pairs = zip(stacks, own.split(sources)[2], strict=True)
             read = [stack if source is None else result(local, source) for stack, source in pairs]
-            return own.ends(run(*mine, *carry, *read))
+            return own.ends(run(*own.constants(values), *carry, *read))
 
         ends, ys = own.run(step, carry, (stacks, given, known, saved))  # None has no leaves, and stays None in every iteration
         values.update(zip(own.equation.outputs, (*ends, *ys), strict=True))
@@ -135,7 +143,8 @@ class Loops:
         results = {v for v in trace.results if isinstance(v, int)}
         self._pairs: list[_Pair] = []
         scans = [] if none else [e for e in trace.equations if e.kind == "scan" and not _must_run_once(e)]
-        loops = {id(e): _Loop(e, flattened(e.eqn.params["jaxpr"])) for e in scans}
+        makers = {e.outputs[0]: e for e in trace.equations if is_broadcast(e)}
+        loops = {id(e): _Loop(e, flattened(e.eqn.params["jaxpr"]), makers) for e in scans}
         taken = set[int]()
         for equation in scans:
             loop, found = loops[id(equation)], dict[int, list[int]]()

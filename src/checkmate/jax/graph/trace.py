@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, without_unread
+from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, traced_as, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -107,7 +108,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
         known: dict[Any, Source] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *arguments), strict=True))
         for eqn in jaxpr.eqns:
             inputs = tuple(v if isinstance(v, Literal) else known[v] for v in eqn.invars)
-            body = eqn.params.get(calls.get(eqn.primitive.name, ""))
+            body = eqn.params.get(calls.get(eqn.primitive.name, "")) or _as_xla_runs(eqn)
             if body is None:
                 inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
             outputs = inlined[-1].outputs if body is None else inline(body, inputs)[1]
@@ -119,6 +120,41 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
     kept = {v: constant for v, constant in constants.items() if v in used}
     return Trace(tuple(v for v in arguments if isinstance(v, int)), kept, tuple(equations), tuple(results), types)
+
+
+def _as_xla_runs(eqn: Any) -> Any:
+    """A jaxpr that computes the same with slices and with products that copy no operand; None for most equations."""
+    avals = [v.aval for v in eqn.invars]
+    if eqn.primitive.name not in ("dot_general", "split") or any(any(a.sharding.spec) or varying_axes(a) for a in avals):
+        return None
+
+    def run(*operands: Any) -> Any:
+        with traced_as(eqn):
+            return _product(eqn, operands) if eqn.primitive.name == "dot_general" else _slices(eqn, *operands)
+
+    closed = jax.make_jaxpr(run)(*avals)
+    return closed if len(opened(closed)[0].eqns) > 1 else None  # alone, it is such a product
+
+
+def _slices(eqn: Any, array: Any) -> list[Any]:
+    pairs = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0))
+    return [jax.lax.slice_in_dim(array, start, stop, axis=eqn.params["axis"]) for start, stop in pairs]
+
+
+def _product(eqn: Any, operands: Sequence[Any]) -> Any:
+    """A product of arrays whose batch axes come first, with one contracted axis next to them or last."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    read, axes = list(operands), contracted
+    if pairs := sorted(zip(*contracted, strict=True)):
+        axes = ()
+        for k, (array, own, first) in enumerate(zip(operands, zip(*pairs, strict=True), batch, strict=True)):
+            free = [d for d in range(array.ndim) if d not in {*own, *first}]
+            at = len(first) if [*first, *own, *free] == [*range(array.ndim)] else len(first) + len(free)
+            moved = jax.lax.transpose(array, [*first, *own, *free] if at == len(first) else [*first, *free, *own])
+            size, end = math.prod(array.shape[d] for d in own), at + len(own)
+            read[k], axes = jax.lax.reshape(moved, (*moved.shape[:at], size, *moved.shape[end:])), (*axes, (at,))
+        batch = (tuple(range(len(batch[0]))),) * 2
+    return eqn.primitive.bind(*read, **eqn.params | {"dimension_numbers": (axes, batch)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
