@@ -198,7 +198,16 @@ class Decorated(Penalised):
     train_step = tf.function(Penalised.train_step)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Penalised, marks=pytest.mark.slow), Decorated])
+class Calling(Penalised):
+    """Others call a function of `tf.function` in it."""
+
+    inner = tf.function(Penalised.train_step)
+
+    def train_step(self, data: Any) -> Any:
+        return self.inner(data)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(Penalised, marks=pytest.mark.slow), Decorated, Calling])
 def test_a_train_step_of_the_model_is_planned(kind):
     """What `fit` runs is the model's `train_step`, and that is what is traced, op by op."""
 
@@ -300,6 +309,23 @@ def test_a_refusal_names_a_budget_that_works_at_the_next_try():
     assert planned.measured_bytes <= caught.value.smallest_bytes
 
 
+def test_a_refusal_names_no_more_than_what_keeping_everything_takes():
+    """A plan that keeps everything always works; a third above the smallest plan was named, which could be more."""
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(512, activation="softmax")])
+    compiled(model, optimizer="sgd", metrics=None)
+    x, y = RNG.normal(size=(4096, 16)).astype("float32"), RNG.integers(0, 10, 4096)
+    fit_within(model, "100KiB", time_limit_s=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        model.fit(x, y, batch_size=4096, verbose=0)
+    everything = fit_within(model, "100%", time_limit_s=1)
+    model.fit(x, y, batch_size=4096, verbose=0)
+    variables = sum(v.numpy().nbytes for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables))
+    fixed = variables + x.nbytes + 4 * y.nbytes
+    assert everything.measured_bytes is not None
+    assert caught.value.smallest_bytes is not None
+    assert caught.value.smallest_bytes <= 1.25 * (everything.measured_bytes - fixed) + fixed
+
+
 def test_a_share_of_100_percent_always_works():
     """It is what TensorFlow takes to keep everything: its chunks are larger than a plan's bytes, of which 100 % were refused."""
     inputs = keras.Input((28, 28, 1))
@@ -328,7 +354,7 @@ class Allocating(keras.Model):
 
 
 def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):
-    """Other free chunks than those of calibration can add bytes to the first steps; the next plan leaves them free."""
+    """Other free chunks than those of calibration can add bytes to any step; the next plan leaves them free."""
     inputs = h = keras.Input((64,))
     for _ in range(4):
         h = layers.Dense(64, activation="gelu")(h)
@@ -336,7 +362,7 @@ def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):
     compiled(model, optimizer="sgd", metrics=None)
     x, y = RNG.normal(size=(512, 64)).astype("float32"), RNG.integers(0, 10, 512)
     planned = fit_within(model, "90%", time_limit_s=1)
-    model.fit(x, y, batch_size=512, verbose=0)
+    model.fit(x, y, batch_size=512, epochs=6, verbose=0)
     first, measured, budget = planned.results[0].peak_bytes, planned.measured_bytes, planned.budget_bytes
     assert measured is not None
     assert budget is not None

@@ -146,7 +146,6 @@ class Offset:
     resident_bytes: int = 0  # of the limit, which no plan can change
     most_trials: int = 8
     headroom: float = 0.06
-    uses_room: bool = True  # whether another trial may use the room that a plan leaves
 
     def aim_bytes(self, limit_bytes: int) -> int:
         """The peak to aim at."""
@@ -165,7 +164,7 @@ class Offset:
             room = aim - last.needed_bytes
             # A trial takes seconds: 2 % of the room, or half a per cent of the cost, are not worth another one.
             worth = room > 0.02 * (limit_bytes - self.resident_bytes) and last.overhead > 1.005
-            return last.target_bytes + room if worth and self.uses_room and last.measured else None
+            return last.target_bytes + room if worth and last.measured else None
         if cheapest < math.inf or last.within(aim):
             return None
         # The plan for `above` needs more than the aim.

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.autograph.impl.api import ConversionError
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 
 
 class TraceEvent(NamedTuple):
@@ -92,7 +93,9 @@ def copied_op(
     """
     graph: Any = tf.compat.v1.get_default_graph()
     with tf.device(op.device):
-        made = graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], name=name, attrs=attributes, op_def=op.op_def)
+        # `create_op` inspects the signature of a deprecated argument at each call, which took half of the time.
+        types = [t.dtype for t in op.outputs]
+        made = graph._create_op_internal(op.type, inputs, types, name=name, attrs=attributes, op_def=op.op_def)
     made._add_control_inputs(after)
     return made
 
@@ -109,15 +112,27 @@ def _types_as_numbers(value: Any) -> Any:
     return value.as_datatype_enum if isinstance(value, tf.DType) else value
 
 
-def decorated_code(function: Any) -> Callable[..., Any] | None:
-    """The code of a function that `tf.function` decorates, for another trace; None for other functions, or if XLA compiles it."""
-    code = getattr(function, "python_function", None)
-    if code is None or function._jit_compile:
-        return None
+@contextlib.contextmanager
+def inlined_functions() -> Iterator[None]:
+    """While the block traces, functions of `tf.function` are traced in their caller, where a call would be one op.
+
+    Functions that XLA compiles are called. Calls of other threads that do not trace stay as they are.
+    """
+    kind: Any = polymorphic_function.Function
+    original = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly() or function._jit_compile:
+            return original(function, *args, **kwargs)
+        code = function.python_function
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # its caller need not be converted
+            return (autograph_util.py_func_from_autograph(code) if function._autograph else code)(*args, **kwargs)
+
+    kind.__call__ = call
     try:
-        return tf.autograph.to_graph(code)
-    except ConversionError:  # its source is not known: it has no Python control flow over tensors, or could not run before
-        return code
+        yield
+    finally:
+        kind.__call__ = original
 
 
 def memory_limit_bytes(device: str) -> int | None:

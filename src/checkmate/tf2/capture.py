@@ -273,8 +273,8 @@ class _Builder:
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
-                "%d loops, branches or nested functions are each one op of the plan: what they allocate is measured and counted, "
-                "and cannot be planned: %s",
+                "%d loops, branches or nested functions are each one op of the plan: what they allocate and keep is measured and "
+                "counted, and cannot be planned (LSTM(..., unroll=True) has no loop): %s",
                 len(opaque),
                 names,
             )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -30,9 +31,9 @@ from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, measure_peak, moving_batches, restored
+from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
 from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
-from checkmate.tf2.trace import Trace, trace_step, train_step
+from checkmate.tf2.trace import Trace, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -52,8 +53,14 @@ class PlannedFunction:
         return cls(capture, result, build_function(capture, result.plan))
 
     def measured(self, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> PlannedFunction:
-        """The same after it was measured, with its random streams at their start."""
-        peak = measure_plan(self.capture, self.function, batch, limit_bytes)
+        """The same after it was measured, with its random streams at their start.
+
+        If the device has too little memory, the peak is taken to be a tenth above the limit, or that of the plan.
+        """
+        try:
+            peak = measure_plan(self.capture, self.function, batch, limit_bytes)
+        except tf.errors.ResourceExhaustedError:
+            peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
         random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan) if random else self.function
@@ -66,145 +73,119 @@ class PlannedFunction:
 
 
 def calibrate(
-    capture: Capture, budget: Budget, replan: Callable[[int], Result], batch: Sequence[tf.Tensor] | None = None
+    capture: Capture,
+    budget: Budget,
+    replan: Callable[[int], Result],
+    batch: Sequence[tf.Tensor],
+    everything: PlannedFunction | None = None,
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
     TensorFlow allocates other bytes than the live bytes of a plan: fewer if an op writes its output into a dying input, more if
-    the allocator does not split a free chunk. Each plan is therefore run, on the flat tensors of a batch or on synthetic ones.
-    ``replan`` makes the cheapest plan within an amount of live bytes.
+    the allocator does not split a free chunk. Each plan is therefore run on the flat tensors of a batch. ``replan`` makes the
+    cheapest plan within an amount of live bytes. The plan that keeps everything counts as the first trial, if it was measured.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    search = _Search(capture, budget, replan, synthetic_batch(capture.trace.arguments) if batch is None else batch)
-    for _ in range(3):
-        best = search.run()
-        if best is None:
-            break
-        # Measured as it will run, without the constants and free chunks that functions of other plans leave. It then needed up to
-        # 20 % more.
-        final = PlannedFunction.of(capture, best).measured(search.batch, search.budget_bytes)
-        before = search.peak_bytes(best)
-        if final.measured_bytes is None or before is None:
-            return final
-        if final.measured_bytes <= search.budget_bytes:
-            return replace(final, measured_bytes=max(final.measured_bytes, before))
-        search.correct(final.measured_bytes - before)
-    if search.smallest.needed_bytes > search.budget_bytes:
+    policy = Offset(resident_bytes=capture.graph.resident_bytes)
+    search = _Search(capture, budget.resolve(capture.graph), replan, batch, everything, policy)
+    best = search.run()
+    if best is None and search.smallest.needed_bytes > search.budget_bytes:
         raise search.refusal()
-    return search.smallest
+    return best or search.smallest
 
 
+@dataclass(eq=False)
 class _Search:
     """Searches for the cheapest plan whose measured peak keeps the budget."""
 
-    def __init__(self, capture: Capture, budget: Budget, replan: Callable[[int], Result], batch: Sequence[tf.Tensor]) -> None:
-        self.capture, self.replan, self.batch = capture, replan, batch
-        self.budget_bytes = budget.resolve(capture.graph)
-        self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
-        self._excess_bytes = 0  # of a final plan over its trial
-        self._measured: dict[tuple[int, ...], int | None] = {}  # peak of each plan that was run, by its order
-        self._error: CheckmateError | None = None
+    capture: Capture
+    budget_bytes: int
+    replan: Callable[[int], Result]
+    batch: Sequence[tf.Tensor]
+    everything: PlannedFunction | None
+    policy: Offset
+    measured: dict[tuple[int, ...], PlannedFunction] = field(default_factory=dict)  # each plan that was run, by its order
+    error: CheckmateError | None = None  # of the last target without a plan
 
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
-        """The plan with the smallest planned peak that is found within 20 s, measured."""
-        return PlannedFunction.of(self.capture, near_smallest(self.capture.graph, 20.0)).measured(self.batch)
+        """The plan with the smallest planned peak that is found within 20 s, or another one that needed less."""
+        self._run(near_smallest(self.capture.graph, 20.0))
+        return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
-    def run(self) -> Result | None:
-        """The cheapest plan that fits: with headroom if one exists, else within the budget; None if none was found."""
-        trials: Calibration[Result | None] = Calibration(self.budget_bytes, self.policy)
-        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(len(trials.trials)))
-        self._error = failure or self._error
-        best = trials.best(self.policy.aim_bytes(self.budget_bytes)) or trials.best()
+    def run(self) -> PlannedFunction | None:
+        """The cheapest plan that fits, with half of the headroom if one does, else within the budget; None if none was found."""
+        trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
+        if self.everything is not None and self.everything.measured_bytes is not None:
+            self.measured[self.everything.result.plan.order] = self.everything
+            trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
+        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials.trials))
+        self.error = failure or self.error
+        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2) or trials.best()
         return None if best is None else best.outcome
 
-    def _hopeless(self, trials: int) -> bool:
-        """Whether another trial is not worth its time, since the plan with the smallest planned peak exceeds the budget.
-
-        Plans with larger planned peaks rarely needed less by a tenth of the step's own bytes. Otherwise three trials are made.
-        """
-        own = max(0, self.budget_bytes - self.capture.graph.resident_bytes)
-        excess = self.smallest.needed_bytes - self.budget_bytes
-        return excess > 0.1 * own or (excess > 0 and trials >= 3)
-
-    def correct(self, excess_bytes: int) -> None:
-        """Record that the final plan needed ``excess_bytes`` more than its trial; the next plan that fits is accepted."""
-        self._excess_bytes += excess_bytes
-        self.policy = replace(self.policy, uses_room=False)
+    def _hopeless(self, trials: Sequence[Trial[Any]]) -> bool:
+        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials."""
+        near = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes)
+        if trials[-1].within(int(near)) and len(trials) < 3:
+            return False
+        needed = self.smallest.needed_bytes
+        return needed > near or (needed > self.budget_bytes and len(trials) >= 3)
 
     def refusal(self) -> InfeasibleBudgetError:
-        """The error to raise if no plan keeps the budget; the smallest plan keeps the budget in its hint."""
+        """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""
         needed = self.smallest.needed_bytes
-        # A third more of the step's own bytes: with other free chunks the same plan took up to 28 % more in another process.
-        margin = math.ceil(max(0, needed - self.capture.graph.resident_bytes) / 3)
-        return calibration.refusal(self.budget_bytes, needed, self._error, margin)
+        # More of the step's own bytes: with other free chunks the same plan takes a few per cent more in another process.
+        margin = math.ceil(max(0, needed - self.capture.graph.resident_bytes) / 10)
+        return calibration.refusal(self.budget_bytes, needed, self.error, margin)
 
-    def peak_bytes(self, result: Result) -> int | None:
-        """Measured peak of a plan, which is run once; None if TensorFlow reports no memory statistics.
+    def _run(self, result: Result) -> PlannedFunction:
+        """A plan as a measured function; each plan is run once."""
+        if (order := result.plan.order) not in self.measured:
+            planned = PlannedFunction.of(self.capture, result).measured(self.batch, self.budget_bytes)
+            if planned.needed_bytes > self.budget_bytes:
+                planned = replace(planned, function=lambda *_: ())  # its graph is freed
+            self.measured[order] = planned
+        return self.measured[order]
 
-        A plan for which the device has too little memory counts as one that needs a tenth more than the budget.
-        """
-        order = result.plan.order
-        if order not in self._measured:
-            function = build_function(self.capture, result.plan)
-            try:
-                self._measured[order] = measure_plan(self.capture, function, self.batch, self.budget_bytes)
-            except tf.errors.ResourceExhaustedError:
-                own = max(0, self.budget_bytes - self.capture.graph.resident_bytes)
-                self._measured[order] = self.budget_bytes + own // 10 + 1
-        return self._measured[order]
-
-    def _try(self, target: int, result: Result) -> Trial[Result | None]:
-        peak = self.peak_bytes(result)
-        if peak is None:  # the plan counts, and is accepted
+    def _try(self, target: int, result: Result) -> Trial[PlannedFunction | None]:
+        planned = self._run(result)
+        if planned.measured_bytes is None:  # the plan counts, and is accepted
             _log.warning(
                 "the peak cannot be measured: TensorFlow reports no memory statistics for %s; the planned peak is %s of %s. "
                 "Set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to measure it",
                 *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
-            return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), result)
-        amounts = (result.peak_bytes, peak, self.budget_bytes)
+            return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), planned)
+        amounts = (result.peak_bytes, planned.measured_bytes, self.budget_bytes)
         _log.info("planned %s, measured %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
-        return Trial.of(target, result, peak + self._excess_bytes, result)
+        return Trial.of(target, result, planned.measured_bytes, planned)
 
 
 def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> int | None:
-    """Measured peak of a plan, resident bytes included, with all variables saved before and restored after each measurement.
+    """Measured peak of a plan in eight steps, resident bytes included. The variables change as in training.
 
-    A plan is measured twice: the second time it runs with the free chunks that restoring the variables leaves, as training does;
-    that peak was up to a few per cent off the first (docs/decisions/0014). A first measurement above the limit is enough. None if
-    TensorFlow reports no memory statistics.
+    Four steps are enough if one is above the limit. None if TensorFlow reports no memory statistics.
     """
     device = default_device()
     if not has_memory_stats(device):
         return None
-    resident, peak = capture.graph.resident_bytes, 0
-    with progress.shown("measuring a plan"):
-        for _ in range(2):
-            outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
+    resident, peaks = capture.graph.resident_bytes, list[int]()
+    outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
 
-            def step(data: Sequence[tf.Tensor]) -> None:
-                nonlocal outputs
-                outputs = function(*data)
+    def step(data: Sequence[tf.Tensor]) -> None:
+        nonlocal outputs
+        outputs = function(*data)
 
-            with restored(capture.trace.variables), grappler_off():
-                # The first of four steps changes the allocator's free list, the second reproduces the steady state.
-                for data in itertools.islice(moving_batches(batch), 4):
-                    peak = max(peak, measure_peak(functools.partial(step, data), device=device))
-            if limit_bytes is not None and resident + peak > limit_bytes:
+    gc.collect()
+    with progress.shown("measuring a plan"), grappler_off():
+        for data in itertools.islice(moving_batches(batch), 8):
+            peaks.append(resident + peak_of(functools.partial(step, data), device))
+            if limit_bytes is not None and len(peaks) >= 4 and max(peaks) > limit_bytes:
                 break
-    return resident + peak
-
-
-def _everything(capture: Capture, batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
-    """The plan that keeps everything, measured: a share of a budget is one of what TensorFlow takes for it."""
-    planned = PlannedFunction.of(capture, keep_everything(capture.graph))
-    try:
-        return planned.measured(synthetic_batch(capture.trace.arguments) if batch is None else batch)
-    except tf.errors.ResourceExhaustedError:  # its planned peak is the measure
-        return planned
+    return max(peaks)
 
 
 class PlannedSteps:
@@ -219,20 +200,20 @@ class PlannedSteps:
         self.monitored_bytes: int | None = None  # largest peak of the monitored steps, resident bytes included
         self._trace, self._options, self._name = trace, options, name
         self._keeps_everything = options.budget is not None and options.budget.keeps_everything
-        self._unmonitored = 0  # steps still to monitor
         self._again: set[Hashable] = set()  # signatures that were planned again after a step exceeded the budget
 
     def __call__(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> Any:
         """Run a step on the flat tensors of a batch, for which there is a nest of `tf.TensorSpec` for each argument.
 
-        Returns the result of the traced step. The first steps are measured; a step above the budget is planned again.
+        Returns the result of the traced step. Its peak is measured; a step above the budget is planned again.
 
         Raises:
             GraphError: The step cannot be traced as one function.
             InfeasibleBudgetError: The batch has a new signature for which no plan keeps the budget.
         """
         planned = self.planned.get(_key(specs)) or self.plan(specs, flat)
-        outputs = self._run_and_check_peak(_key(specs), flat) if self._unmonitored else _run(planned, flat)
+        counted = planned.measured_bytes is not None and not self._keeps_everything
+        outputs = self._run_and_check_peak(_key(specs), flat) if counted else _run(planned, flat)
         return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
 
     def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
@@ -240,9 +221,6 @@ class PlannedSteps:
         with progress.shown("tracing the step"):
             captured = capture_with_costs(lambda: self._trace(specs), "measured", self._name, batch)
             planned = self._planned(captured, batch)
-        if planned.measured_bytes is not None and not self._keeps_everything:
-            # Other tensors of the process can leave other free chunks to the first training steps than calibration found.
-            self._unmonitored = 4
         if self.planned:
             peak = format_bytes(planned.result.peak_bytes)
             _log.info("another shape of a batch was planned: %s, peak %s", [spec.shape for spec in tf.nest.flatten(specs)], peak)
@@ -260,22 +238,25 @@ class PlannedSteps:
             if keep_all_bytes(graph) <= 0.5 * device_bytes:
                 return PlannedFunction.of(captured, keep_everything(graph))
             budget = Budget.parse(device_bytes)
-        elif self._keeps_everything:
-            everything = _everything(captured, batch)
-            self.budget_bytes = max(self.budget_bytes or 0, everything.needed_bytes)
-            return everything
-        elif self.budget_bytes is None:
-            most = _everything(captured, batch).needed_bytes if budget.is_share else 0
-            self.budget_bytes = budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
-        budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
-        return calibrate(captured, budget, Replanner(graph, options), batch)
+        data = synthetic_batch(captured.trace.arguments) if batch is None else batch
+        with restored(captured.trace.variables):
+            everything = None
+            if budget.is_share and (self._keeps_everything or self.budget_bytes is None):
+                everything = PlannedFunction.of(captured, keep_everything(graph)).measured(data)
+            if self._keeps_everything and everything is not None:
+                self.budget_bytes = max(self.budget_bytes or 0, everything.needed_bytes)
+                return everything
+            if options.budget is not None and self.budget_bytes is None:
+                most = 0 if everything is None else everything.needed_bytes
+                self.budget_bytes = budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
+            budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
+            return calibrate(captured, budget, Replanner(graph, options), data, everything)
 
     def _run_and_check_peak(self, key: Hashable, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        self._unmonitored -= 1
-        planned, outputs = self.planned[key], list[tf.Tensor]()
-        peak = planned.capture.graph.resident_bytes + measure_peak(lambda: outputs.extend(_run(planned, flat)))
-        self.monitored_bytes = max(peak, self.monitored_bytes or 0)
-        if self.budget_bytes is not None and peak > self.budget_bytes:
+        planned, outputs, before = self.planned[key], list[tf.Tensor](), self.monitored_bytes or 0
+        peak = planned.capture.graph.resident_bytes + peak_of(lambda: outputs.extend(_run(planned, flat)), default_device())
+        self.monitored_bytes = max(peak, before)
+        if self.budget_bytes is not None and peak > max(before, self.budget_bytes):  # each excess is reported once
             self._plan_again(key, flat, peak)
         return outputs
 
@@ -287,8 +268,8 @@ class PlannedSteps:
         if key not in self._again and self._options.plan is None:
             self._again.add(key)
             with contextlib.suppress(InfeasibleBudgetError, tf.errors.ResourceExhaustedError):
-                again = calibrate(planned.capture, Budget.parse(lower), Replanner(graph, self._options), flat)
-                self.planned[key], self._unmonitored = again, 4
+                with restored(planned.capture.trace.variables):
+                    self.planned[key] = calibrate(planned.capture, Budget.parse(lower), Replanner(graph, self._options), flat)
                 then = f"it is planned again within {format_bytes(lower)}"
         _log.warning(
             "the step needed %s, and the budget is %s: other tensors of this process changed the allocator's free chunks "
@@ -312,7 +293,7 @@ class PlannedTrainFunction:
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         self._model = model
-        self.steps = PlannedSteps(lambda specs: trace_step(model, train_step(model), specs), options, model.name)
+        self.steps = PlannedSteps(lambda specs: trace_step(model, model.train_step, specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
         """Run the steps between two calls of the callbacks (``steps_per_execution``), or fewer if the batches end.
@@ -352,4 +333,4 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
     specs, flat = _batch(data)
-    return capture_with_costs(lambda: trace_step(model, train_step(model), [specs]), costs, model.name, flat).graph
+    return capture_with_costs(lambda: trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph

@@ -30,7 +30,7 @@ from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
-from checkmate.tf2.peak import default_device, has_memory_stats, restored
+from checkmate.tf2.peak import default_device, has_memory_stats, reserve, restored
 from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
@@ -58,9 +58,11 @@ def capture_with_costs(
             f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
             hint="pass costs='measured', or costs='estimated' to run nothing",
         )
+    traced = trace()
     if costs == "estimated":
-        return capture_trace(trace(), estimated_costs, name)
-    return _with_opaque_measured(capture_trace(trace(), measured_costs, name), batch)
+        return capture_trace(traced, estimated_costs, name)
+    reserve(2 * sum(map(output_bytes, traced.ops)))
+    return _with_opaque_measured(capture_trace(traced, measured_costs, name), batch)
 
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:

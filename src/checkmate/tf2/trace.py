@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
-from checkmate.tf2._compat import decorated_code
+from checkmate.tf2._compat import inlined_functions
 
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
@@ -181,6 +179,7 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
             shadows.enter_context(_marked(model, "compute_loss", marks, "loss"))
             for optimizer in _optimizers(model):
                 shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
+            shadows.enter_context(inlined_functions())
             results = step(*batch)
         marks.find_backward()
         return results
@@ -195,14 +194,6 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(marks.parts), tuple(function.graph.variables))
-
-
-def train_step(model: keras.Model) -> Callable[..., Any]:
-    """The step that `model.fit` runs. If `tf.function` decorates it, its code: a call would be one op of the plan."""
-    code = decorated_code(inspect.getattr_static(model, "train_step"))
-    if code is None:
-        return model.train_step
-    return code if "train_step" in vars(model) else functools.partial(code, model)
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
