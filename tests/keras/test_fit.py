@@ -314,7 +314,7 @@ def test_a_refusal_names_no_more_than_what_keeping_everything_takes():
     model = keras.Sequential([keras.Input((16,)), layers.Dense(512, activation="softmax")])
     compiled(model, optimizer="sgd", metrics=None)
     x, y = RNG.normal(size=(4096, 16)).astype("float32"), RNG.integers(0, 10, 4096)
-    fit_within(model, "100KiB", time_limit_s=1)
+    fit_within(model, "20%", time_limit_s=1)
     with pytest.raises(InfeasibleBudgetError) as caught:
         model.fit(x, y, batch_size=4096, verbose=0)
     everything = fit_within(model, "100%", time_limit_s=1)

@@ -136,9 +136,12 @@ class _Search:
 
     def refusal(self) -> InfeasibleBudgetError:
         """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""
-        needed = self.smallest.needed_bytes
-        # More of the step's own bytes: with other free chunks the same plan takes a few per cent more in another process.
-        margin = math.ceil(max(0, needed - self.capture.graph.resident_bytes) / 10)
+        needed, fixed = self.smallest.needed_bytes, self.policy.resident_bytes
+        # More of the step's own bytes: with other free chunks the same plan took up to 16 % more in another process.
+        margin = math.ceil(max(0, needed - fixed) / 3)
+        if self.everything is not None:  # which needs little more in another process
+            most = self.everything.needed_bytes
+            margin = min(margin, most - needed + math.ceil(max(0, most - fixed) / 10))
         return calibration.refusal(self.budget_bytes, needed, self.error, margin)
 
     def _run(self, result: Result) -> PlannedFunction:
