@@ -107,6 +107,12 @@ def test_heavy_weights_leave_it_as_it_is() -> None:
     assert with_channels_last(gm.graph) is gm.graph
 
 
+def test_weights_of_one_pixel_and_small_ones_weigh_nothing() -> None:
+    """The first lie in both layouts at once; a copy of a few numbers takes as long as one of none."""
+    gm, _ = joint(nn.Sequential(nn.Conv2d(64, 256, 1), nn.Conv2d(256, 2, 3)), torch.randn(1, 64, 4, 4))
+    assert with_channels_last(gm.graph) is not gm.graph
+
+
 def test_strides_that_cannot_be_kept_leave_it_as_it_is() -> None:
     """A view that goes out has strides that no plain copy has."""
     gm, _ = joint(Then(lambda x: x.transpose(1, 2)), images())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,20 @@ def test_a_split_convolution_has_the_same_gradients() -> None:
     eager = observe(model, loss)
     run, _ = compiled(loss, budget=ROOMY, solver=Forgetful())
     assert eager.differs(observe(model, run)) == []
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_both_gradients_of_a_convolution_come_from_one_call(compiler: str) -> None:
+    """Where a plan computes them in a row: a call takes microseconds, and the peak is that of the two."""
+    model, x = Cnn(), input_of("batch_norm")
+    run, planned = compiled(lambda: model(x).square().mean(), budget="100%", compiler=compiler)
+    for _ in range(3):
+        loss = run()
+        with torch.profiler.profile() as profile:
+            loss.backward()
+    calls = sum(event.count for event in profile.key_averages() if event.key == "aten::convolution_backward")
+    assert calls == sum(isinstance(layer, nn.Conv2d) for layer in model.modules())
+    assert sum(op.kind == "aten.convolution_backward.default" for op in planned[-1][0].graph.ops) > calls
 
 
 def test_only_what_has_two_gradients_is_split() -> None:

@@ -27,7 +27,7 @@ from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak
 from checkmate.torch.partition.update_groups import call_in_groups, group_updates
 from checkmate.torch.passes.batch_norm import use_cudnn_batch_norm
 from checkmate.torch.passes.gradients import accumulating, apply_optimizer_in_backward
-from checkmate.torch.passes.prepare import prepare
+from checkmate.torch.passes.prepare import join_convolution_backward, prepare
 
 Recapture = Callable[[fx.GraphModule], Capture]
 """Captures a changed joint module as the original was captured."""
@@ -190,6 +190,7 @@ class CapturedJoint:
         forward, backward = default_partition(apply_plan(capture, result.plan), (), num_fwd_outputs=count, **self.rest)
         eliminate_dead_rng(backward)
         _check_peak(capture, result, peak_of_split(forward, backward, count, task.costs, hold_outputs=task.hold_outputs))
+        join_convolution_backward(backward)
         return forward, backward
 
 
@@ -219,6 +220,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     call_in_groups(imposed, groups)
     with within_room(room):
         _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
+    join_convolution_backward(imposed)
     task.on_planned(CapturedJoint(capture, whole, task, {}), result)
     return imposed
 

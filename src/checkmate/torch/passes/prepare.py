@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,6 +94,22 @@ def split_convolution_backward(graph: fx.Graph) -> None:
         for user in reversed(weights):
             user.args = (second, user.args[1])
             second.append(user)
+
+
+def join_convolution_backward(module: fx.GraphModule) -> None:
+    """Let both ops of `split_convolution_backward` run in one call, in place, where a plan computes them in a row.
+
+    A call has the peak of both: the kernels make the gradient of the input before they allocate that of the weight.
+    """
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    for first, second in pairwise(calls):
+        halves = first.target is second.target is torch.ops.aten.convolution_backward.default
+        if halves and first.args == (*second.args[:-1], [True, False, False]):
+            first.args = (*second.args[:-1], [True, *second.args[-1][1:]])
+            first.meta = {**first.meta, "val": (first.meta["val"][0], *second.meta["val"][1:])}
+            second.replace_all_uses_with(first)
+            module.graph.erase_node(second)
+    module.recompile()
 
 
 def inline_regions(gm: fx.GraphModule) -> None:

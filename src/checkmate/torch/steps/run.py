@@ -87,4 +87,4 @@ def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Itera
 
 def storage_refs(values: Iterable[Any]) -> list[StorageRef | None]:
     """Weak references to the storages of tensors; None for other objects."""
-    return [weakref.ref(v.untyped_storage()) if isinstance(v, torch.Tensor) else None for v in values]
+    return [weakref.ref(v.untyped_storage()) if v is not None and isinstance(v, torch.Tensor) else None for v in values]
