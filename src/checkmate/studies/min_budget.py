@@ -7,7 +7,6 @@ from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.solvers.evict.smallest import smallest_peak
-from checkmate.solvers.offload.streams import smallest_with_fetches
 
 
 def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = True, host: HostMemory | None = None) -> MinBudget:
@@ -31,4 +30,6 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
     problem = Problem(graph, graph.resident_bytes, reorder=reorder, host=host)
     if host is None:
         return smallest_peak(problem, limits, keep_interrupted=True)
+    from checkmate.solvers.offload.streams import smallest_with_fetches
+
     return smallest_with_fetches(problem, Limits(time_s=20.0) if limits is None else limits, near=0)

@@ -134,6 +134,16 @@ class ForecastOptions(TracedOptions, total=False):
     whole: bool | None
 
 
+class FitsOptions(ForecastOptions, total=False):
+    """Options of `checkmate.torch.fits`.
+
+    Attributes:
+        host: Memory of the host that values may be copied to, and from which frozen weights may be fetched.
+    """
+
+    host: Amount | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of ``torch.compile(model, backend="checkmate", options={...})``, checked.

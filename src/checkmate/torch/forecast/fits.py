@@ -24,12 +24,12 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_batch import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import ForecastOptions, fields_of
+from checkmate.torch.options import FitsOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
-@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(FitsOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
 def fits(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -40,8 +40,7 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
-    host: Amount | None = None,
-    **options: Unpack[ForecastOptions],
+    **options: Unpack[FitsOptions],
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
@@ -59,8 +58,7 @@ def fits(
         memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
-        host: Memory of the host that values may be copied to, and from which frozen weights may be fetched.
-        options: Further options; `ForecastOptions` describes them.
+        options: Further options; `FitsOptions` describes them.
 
     Returns:
         The report; true if the step fits.
@@ -84,6 +82,7 @@ def fits(
         optimizer = optimizer_class(optimizer)([p for p in model.parameters() if p.requires_grad])
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
+    host = options.get("host")
     there = None if host is None else target.device.host_memory(host)
     tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, there)
     if sequence_dim is not None and tracer.size(sequence_dim) is None:
