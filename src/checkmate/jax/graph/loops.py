@@ -31,7 +31,7 @@ class _Loop:
     makers: Mapping[int, Equation]  # of values that are broadcast from smaller ones
 
     def constants(self, values: dict[int, Any]) -> list[Any]:
-        """The constants of an iteration. Each makes broadcasts anew, which XLA would hold through the loop, like a mask."""
+        """The constants of an iteration. Each makes broadcasts again, which XLA would hold through the loop, like a mask."""
         read = [(s, self.makers.get(s) if isinstance(s, int) else None) for s in self.split(self.equation.inputs)[0]]
         return [_value(values if maker is None else maker.computed(values), s) for s, maker in read]
 
@@ -117,7 +117,7 @@ class _Pair:
         run = as_function(closed, opened(closed)[1])
 
         def step(carry: Any, slices: Any) -> Any:
-            # Without barriers XLA takes a slice anew for each reader, and stores them all.
+            # Without barriers XLA takes a slice again for each reader, and stores them all.
             stacks, given, known, saved = jax.tree.map(jax.lax.optimization_barrier, slices)
             local = dict(zip((*fixed, *sliced), (*theirs.constants(values), *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
