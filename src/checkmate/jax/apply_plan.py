@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import merges_recomputations, varying_axes
-from checkmate.jax.graph.capture import VIEWS, Capture
+from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, VIEWS, Capture
 from checkmate.jax.graph.trace import is_inexact, result, trace_flat
 
 
@@ -42,7 +42,7 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._views = _views(capture)
+        self._views = _views(capture) | ({} if exact else _cheap(capture))
         self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact))
         self._again = self._computed_again() if self.selects else {}
 
@@ -85,9 +85,9 @@ class PlannedProgram:
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
         for equation in self.capture.members[op]:
-            v = None if newest is None or again is None else again.get(id(equation))
+            v = None if again is None else again.get(id(equation))
             # In `jax.shard_map` a value that is the same on all devices would vary after the select.
-            if v is not None and varying_axes(newest) <= varying_axes(local[v]):
+            if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
                 local[v] = selected_by(newest, local[v])
             local.update(equation.computed(local))
         values.update({v: local[v] for v in self.capture.outputs[op]})
@@ -191,6 +191,20 @@ def _views(capture: Capture) -> dict[int, tuple[int, int]]:
     return {traced[v]: (traced[base], graph.producer[v]) for v, base in bases}
 
 
+def _cheap(capture: Capture) -> dict[int, tuple[int, int]]:
+    """The same for values that XLA computes in each loop that reads them: it would store the value for a fence, and its input."""
+    trace = capture.trace
+    made = {v for outputs in capture.outputs for v in outputs}
+    stored = {v for e in trace.equations if e.kind not in FUSED | REDUCTIONS for v in e.read} | {*trace.results}
+    found = {}
+    for op, chain in enumerate(capture.members):
+        if len(chain) == 1 and chain[0].kind in CHEAP and len(chain[0].read) == 1 and stored.isdisjoint(chain[0].outputs):
+            (value,), (base,) = chain[0].outputs, chain[0].read
+            if base in made and trace.size_bytes(value) == trace.size_bytes(base):
+                found[value] = base, op
+    return found
+
+
 def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
     """Positions at which a run of recomputations begins; if `delayed`, also runs of computations later than in the program.
 
@@ -230,10 +244,9 @@ def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int], *, opaque
 @jax.custom_jvp
 def _behind_loop(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The arrays after a loop that never runs, though XLA cannot tell, and that would change each of them in place."""
-    found = next((a for a in arrays if a.size), None)
-    if found is None:
+    position = next((i for i, a in enumerate(arrays) if a.size), None)
+    if position is None:
         return arrays
-    position = next(i for i, a in enumerate(arrays) if a is found)
 
     def changed(array: jax.Array) -> jax.Array:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
