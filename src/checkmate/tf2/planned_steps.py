@@ -53,10 +53,7 @@ class PlannedFunction:
         return cls(capture, result, build_function(capture, result.plan))
 
     def measured(self, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> PlannedFunction:
-        """The same after it was measured, with its random streams at their start.
-
-        If the device has too little memory, the peak is taken to be a tenth above the limit, or that of the plan.
-        """
+        """The same after it was measured, with its random streams at their start; too little memory counts as above the limit."""
         try:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
@@ -162,8 +159,6 @@ class _Search:
                 *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
             return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), planned)
-        amounts = (result.peak_bytes, planned.measured_bytes, self.budget_bytes)
-        _log.info("planned %s, measured %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
         return Trial.of(target, result, planned.measured_bytes, planned)
 
 
