@@ -113,14 +113,14 @@ class _Search:
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
-        """The cheapest plan that fits, with half of the headroom if one does, else within the budget; None if none was found."""
+        """The cheapest plan that fits with half of the headroom; None if none was found, and the least measured is left."""
         trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
         failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials.trials))
         self.error = failure or self.error
-        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2) or trials.best()
+        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2)
         return None if best is None else best.outcome
 
     def _hopeless(self, trials: Sequence[Trial[Any]]) -> bool:
