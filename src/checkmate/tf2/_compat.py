@@ -114,10 +114,7 @@ def _types_as_numbers(value: Any) -> Any:
 
 @contextlib.contextmanager
 def inlined_functions() -> Iterator[None]:
-    """While the block traces, functions of `tf.function` are traced in their caller, where a call would be one op.
-
-    Functions that XLA compiles are called. Calls of other threads that do not trace stay as they are.
-    """
+    """While the block traces, functions of `tf.function` that XLA does not compile are traced in their caller."""
     kind: Any = polymorphic_function.Function
     original = kind.__call__
 

@@ -72,11 +72,7 @@ def peak_of(fn: Callable[[], object], device: str) -> int:
 
 
 def reserve(size_bytes: int) -> None:
-    """Let the allocator of a CPU take memory from the system at once; pages are used only when a step writes to them.
-
-    It grows by regions, and what is left of each is often a little less than twice as large as a tensor, and then handed out
-    whole: the same plan took 3.8 to 5.5 MiB in some steps of `fit`.
-    """
+    """Let the allocator of a CPU take memory from the system at once: what is left of its regions is handed out too large."""
     device = default_device()
     if device.startswith("CPU") and has_memory_stats(device):
         with contextlib.suppress(tf.errors.ResourceExhaustedError, NoStatisticsError):

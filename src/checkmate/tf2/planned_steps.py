@@ -53,10 +53,7 @@ class PlannedFunction:
         return cls(capture, result, build_function(capture, result.plan))
 
     def measured(self, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> PlannedFunction:
-        """The same after it was measured, with its random streams at their start.
-
-        If the device has too little memory, the peak is taken to be a tenth above the limit, or that of the plan.
-        """
+        """The same after it was measured, with its random streams at their start; too little memory counts as above the limit."""
         try:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
@@ -116,14 +113,14 @@ class _Search:
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
-        """The cheapest plan that fits, with half of the headroom if one does, else within the budget; None if none was found."""
+        """The cheapest plan that fits with half of the headroom; None if none was found, and the least measured is left."""
         trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
         failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials.trials))
         self.error = failure or self.error
-        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2) or trials.best()
+        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2)
         return None if best is None else best.outcome
 
     def _hopeless(self, trials: Sequence[Trial[Any]]) -> bool:
@@ -162,8 +159,6 @@ class _Search:
                 *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
             return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), planned)
-        amounts = (result.peak_bytes, planned.measured_bytes, self.budget_bytes)
-        _log.info("planned %s, measured %s of %s, overhead %.4f", *map(format_bytes, amounts), result.overhead)
         return Trial.of(target, result, planned.measured_bytes, planned)
 
 
