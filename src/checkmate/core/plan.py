@@ -277,9 +277,8 @@ def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None =
         if not graph.values[v].on_host:
             after[discards.get(v, len(sequence) - 1)].append(Discard(v))
     made_at = {v: p for p, step in enumerate(sequence) if isinstance(step, Compute) for v in graph.ops[step.op].outputs}
-    begun = max(
-        (p for v, p in made_at.items() if graph.values[v].on_host), default=0
-    )  # all of these are there when the step begins
+    # Values on the host whose ops are computed are all on the device when the step begins: none is freed before.
+    begun = max((p for v, p in made_at.items() if graph.values[v].on_host), default=0)
     for v, made in sorted(last):
         if not (graph.values[v].kept and v in made_at and newest[v] == made):
             after[max(last[v, made], begun * graph.values[v].on_host)].append(Free(v))
