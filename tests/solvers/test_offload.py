@@ -20,7 +20,7 @@ from checkmate.solvers.offload.streams import prefetch
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from tests.solvers.joint_brute_force import least_time
-from tests.strategies import random_copies, random_graph, random_host, with_host_values
+from tests.strategies import random_copies, random_graph, random_host, with_host_values, with_more_kept, with_views_of_views
 
 QUICK = Limits(time_s=8, gap=0)
 
@@ -323,3 +323,17 @@ def test_earlier_fetches_keep_the_budget_and_the_order():
             assert after.cost <= before.cost
             gained += after.cost < before.cost
     assert gained >= 10
+
+
+@pytest.mark.parametrize("seed", [3, 39, 106])
+def test_every_rule_of_a_graph_holds_around_values_on_the_host(seed):
+    """Views that no op reads, values that are dropped as soon as the step begins, fixed orders: the solution is validated."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, max_ops=rng.choice([4, 8, 14]))
+    graph = with_views_of_views(rng, graph) if rng.random() < 0.3 else graph
+    graph = with_host_values(rng, with_more_kept(rng, graph, 0.3) if rng.random() < 0.3 else graph)
+    least, most = floor(graph, copies=True).peak_bytes, checkmate.core.budget.keep_all_bytes(graph)
+    host, budget = random_host(rng), rng.randint(least, max(least, most))
+    problem = Problem(graph, budget, rng.choice(["all", "forward"]), rng.random() < 0.5, host=host)
+    result = solve(problem, limits=Limits(time_s=0.6, seed=seed), raise_on_failure=False)
+    assert isinstance(result, checkmate.NoPlan) or result.peak_bytes <= budget

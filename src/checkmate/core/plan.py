@@ -276,10 +276,12 @@ def with_frees(graph: Graph, sequence: Iterable[Step], host: HostMemory | None =
     for v in sorted(fetched):
         if not graph.values[v].on_host:
             after[discards.get(v, len(sequence) - 1)].append(Discard(v))
-    begun = {v for o in {step.op for step in sequence if isinstance(step, Compute)} for v in graph.ops[o].outputs}
+    made_at = {v: p for p, step in enumerate(sequence) if isinstance(step, Compute) for v in graph.ops[step.op].outputs}
+    # Values on the host whose ops are computed are all on the device when the step begins: none is freed before.
+    begun = max((p for v, p in made_at.items() if graph.values[v].on_host), default=0)
     for v, made in sorted(last):
-        if not (graph.values[v].kept and v in begun and newest[v] == made):
-            after[last[v, made]].append(Free(v))
+        if not (graph.values[v].kept and v in made_at and newest[v] == made):
+            after[max(last[v, made], begun * graph.values[v].on_host)].append(Free(v))
     steps: list[Step] = []
     for p, step in enumerate(sequence):
         steps += after[p] if isinstance(step, Free) else (step, *after[p])

@@ -110,15 +110,17 @@ class Streams:
 
     def fetched(self, steps: Iterable[Step]) -> list[Step]:
         """Steps of the search's graph as those of the folded graph."""
-        begun = set(self.on_demand)
+        seen: set[int] = set()
         found: list[Step] = []
         for step in steps:
-            if not isinstance(step, Compute) or step.op not in self.ops:
+            if isinstance(step, Compute) and step.op in self.ops:
+                again = step.op in seen or step.op in self.on_demand
+                seen.add(step.op)
+                found.append(Fetch(self.ops[step.op]) if again else step)
+            else:
                 found.append(step)
-                continue
-            found.append(Fetch(self.ops[step.op]) if step.op in begun else step)
-            begun.add(step.op)
-        return found
+        # Views that no op reads have to be made, too.
+        return [*found, *(Fetch(self.ops[o]) for o in sorted(self.on_demand - seen))]
 
 
 def smallest_with_fetches(problem: Problem, limits: Limits, near: int) -> MinBudget:

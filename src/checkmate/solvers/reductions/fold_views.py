@@ -127,7 +127,10 @@ class FoldViews:
             if not isinstance(step, Compute):
                 v = values[step.value]
                 out.append(type(step)(v))
-                version[v] += isinstance(step, Fetch)
+                if isinstance(step, Fetch):
+                    version[v] += 1
+                    for view in unread.pop(v, ()):
+                        ensure(view)
                 continue
             op = graph.ops[self.kept_ops[step.op]]
             for v in op.inputs:

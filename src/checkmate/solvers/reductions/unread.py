@@ -38,7 +38,8 @@ def needed_steps(problem: Problem, sequence: Sequence[Step]) -> list[Step]:
     if not problem.reorder:
         tied.update(o for o in range(len(graph.ops)) if o not in graph.view_ops)
     earlier = Counter(step.op for step in sequence if isinstance(step, Compute))
-    later = {v for v, value in enumerate(graph.values) if value.kept}  # values read before they are made again
+    # Values read before they are made again. At the end, one that is on the host before the step is needed if its op is computed.
+    later = {v for v, value in enumerate(graph.values) if value.kept and (not value.on_host or earlier[graph.producer[v]])}
     from_host: set[int] = set()  # values whose copies on the host are fetched
     needed: set[int] = set()
     kept: list[Step] = []
