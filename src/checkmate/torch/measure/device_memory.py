@@ -94,10 +94,8 @@ class LookDue:
     _total_bytes: int = 0
 
     def __bool__(self) -> bool:
-        """Whether a look is due; called once in each step. After the eighth step the count is read in every fourth."""
+        """Whether a look is due; called once in each step."""
         self.steps += 1
-        if self.steps > 8 and self.steps % 4:
-            return False
         now = allocated_bytes()
         if now is None:
             return self.steps & (self.steps - 1) == 0
