@@ -146,6 +146,15 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def of_cases(about: str | None, cases: Iterable[str], devices: Iterable[str], seconds: float) -> argparse.Namespace:
+    """The options of a benchmark that solves named cases on named devices, by default all, in so many seconds each."""
+    command = parser(about)
+    for name, known in (("--cases", [*cases]), ("--devices", [*devices])):
+        command.add_argument(name, nargs="+", choices=known, default=known)
+    command.add_argument("--seconds", type=float, default=seconds)
+    return command.parse_args()
+
+
 def paper(name: str, about: str | None, measure: Callable[[bool], dict[str, Any]]) -> None:
     """The command line of a paper's script: measure and keep the results, or with ``--quick`` measure less and print it."""
     command = parser(about)

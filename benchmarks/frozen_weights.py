@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import add_rows, parser
+from fresh import add_rows, of_cases
 
 import checkmate
 from checkmate import Compute, Fetch, Graph, Op, Plan, Value
@@ -279,7 +279,7 @@ def rows(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
             "once_ns": graph.cost,
             "bus_bytes_per_s": host.in_bytes_per_s,
             "by_hand_ns": hand.cost,
-            "by_hand_fetched_bytes": sum(graph.values[c.value].size_bytes for c in hand.copies),
+            "by_hand_fetched_bytes": hand.copied_bytes("in"),
             "bound_ns": round(result.bound),
             "elapsed_s": round(result.elapsed_s, 1),
             "seconds": seconds,
@@ -295,19 +295,15 @@ def rows(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
                 "waits_ns": ours.waited,
                 "recomputations": len(result.plan.order) - len(computed),
                 "there_bytes": sum(graph.values[v].size_bytes for v in there),
-                "fetched_bytes": sum(graph.values[c.value].size_bytes for c in ours.copies if c.direction == "in"),
-                "offloaded_bytes": sum(graph.values[c.value].size_bytes for c in ours.copies if c.direction == "out"),
+                "fetched_bytes": ours.copied_bytes("in"),
+                "offloaded_bytes": ours.copied_bytes("out"),
             }
         yield row
 
 
 def main() -> None:
     """Run the named cases, keep the rows of the others, and write the JSON."""
-    command = parser(__doc__)
-    command.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    command.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
-    command.add_argument("--seconds", type=float, default=20.0)
-    options = command.parse_args()
+    options = of_cases(__doc__, CASES, DEVICES, 20.0)
     found = (row for device in options.devices for case in options.cases for row in rows(case, device, options.seconds))
     add_rows(__file__, found, ("case", "device", "swapped"))
 

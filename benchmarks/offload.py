@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch_fits
-from fresh import add_rows, parser
+from fresh import add_rows, of_cases
 
 DEVICES = ("RTX 4090", "H100", "H200", "GH200")
 BUDGETS = ("20%", "40%")
@@ -118,7 +118,7 @@ def _figures(graph: Any, result: Any) -> dict[str, Any]:
         "peak_bytes": result.peak_bytes,
         "recomputations": len(result.plan.order) - len(graph.ops),
         "copies": sum(c.direction == "out" for c in timeline.copies),
-        "offloaded_bytes": sum(graph.values[c.value].size_bytes for c in timeline.copies if c.direction == "out"),
+        "offloaded_bytes": timeline.copied_bytes("out"),
         "host_peak_bytes": timeline.host_peak_bytes,
         "waits_ns": timeline.waited,
     }
@@ -126,11 +126,7 @@ def _figures(graph: Any, result: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Run the named cases, keep the rows of the others, and write the JSON."""
-    command = parser(__doc__)
-    command.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    command.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
-    command.add_argument("--seconds", type=float, default=30.0)
-    options = command.parse_args()
+    options = of_cases(__doc__, CASES, DEVICES, 30.0)
     rows = (row for device in options.devices for case in options.cases for row in front(case, device, options.seconds))
     packages = ("torch", "transformers")
     add_rows(__file__, rows, ("case", "device", "budget"), packages=packages, seconds=options.seconds)

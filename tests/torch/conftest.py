@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,18 @@ def seeming_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(torch.cuda, name, function)
 
     return seem
+
+
+@pytest.fixture
+def seeming_pins(seeming_gpu: Callable[..., None]) -> dict[int, int]:
+    """Bytes of each piece of memory that is pinned, by its address, where there is no GPU."""
+    pinned: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda where, size, flags: pinned.update({where: size}) or "success",
+        cudaHostUnregister=pinned.pop,
+    )
+    seeming_gpu(cudart=lambda: cudart, check_error=lambda status: None)
+    return pinned
 
 
 @pytest.fixture(autouse=True)

@@ -97,10 +97,7 @@ def _conclusion(name: str, result: Result) -> str:
 
 def _copies(amounts: Amounts, timeline: Timeline) -> dict[str, Any]:
     """Number and bytes of the copies to the host and back, for JSON."""
-    moved = {"out": 0, "in": 0}
-    for copy in timeline.copies:
-        moved[copy.direction] += amounts.graph.values[copy.value].size_bytes
-    both = {"offloaded_bytes": moved["out"], "fetched_bytes": moved["in"]}
+    both = {"offloaded_bytes": timeline.copied_bytes("out"), "fetched_bytes": timeline.copied_bytes("in")}
     return {"copies": len(timeline.copies), **both, **terminal.picked(timeline, "host_peak_bytes", "waited")}
 
 

@@ -66,6 +66,10 @@ class Timeline:
         """The most bytes that copies take on the host at any moment."""
         return int(self.host_bytes.max()) if len(self.host_bytes) else 0
 
+    def copied_bytes(self, direction: Literal["out", "in"]) -> int:
+        """Bytes of all copies to the host, or of all from it."""
+        return sum(self.graph.values[copy.value].size_bytes for copy in self.copies if copy.direction == direction)
+
     @property
     def waited(self) -> int:
         """Part of the cost in which the compute stream waits for copies."""

@@ -241,7 +241,7 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
     if problem.host is not None:
         from checkmate.solvers.offload.streams import smallest_with_fetches
 
-        return smallest_with_fetches(problem, Limits(time_s=max(left, 1.0), seed=seed), near)
+        return smallest_with_fetches(problem, Limits(time_s=max(left, 1.0), seed=seed), near=near)
     if left > 1.0:
         found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=near)
     else:

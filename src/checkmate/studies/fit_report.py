@@ -88,9 +88,8 @@ class Fits:
         ]  # fmt: skip
         if self.result is not None and self.result.plan.host is not None:
             timeline = simulate(self.graph, self.result.plan)
-            fetched = sum(self.graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "in")
             held = f"{shown(timeline.host_peak_bytes)} of {shown(self.result.plan.host.bytes)}"
-            rows.append(("host", f"{held} at most; {shown(fetched)} are copied from there in a step"))
+            rows.append(("host", f"{held} at most; {shown(timeline.copied_bytes('in'))} are copied from there in a step"))
         if self.reserved_bytes is not None:
             room = f"the allocator's segments, of {shown(self.memory_bytes - self.device.context_bytes)}"
             rows.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))

@@ -32,4 +32,4 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
         return smallest_peak(problem, limits, keep_interrupted=True)
     from checkmate.solvers.offload.streams import smallest_with_fetches
 
-    return smallest_with_fetches(problem, Limits(time_s=20.0) if limits is None else limits, near=0)
+    return smallest_with_fetches(problem, limits, keep_interrupted=True)

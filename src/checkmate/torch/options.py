@@ -242,6 +242,12 @@ class Options:
         return PlanningOptions.of(budget=self.budget, solver=self.solver, time_limit_s=self.time_limit_s, plan=self.plan)
 
     @property
+    def copies(self) -> bool:
+        """Whether a plan may copy values to the host and fetch them, or a given plan does."""
+        given = self.planning.plan
+        return self.host is not None or (given is not None and given.host is not None)
+
+    @property
     def replays(self) -> bool:
         """Whether whole steps are to be replayed by a CUDA graph."""
         return self.compiler == "eager" and self.mode == "reduce-overhead"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -146,22 +144,17 @@ def test_a_bus_is_measured():
     assert 10**7 < host.in_bytes_per_s < 10**12
 
 
-def test_memory_of_the_host_is_pinned_to_the_byte_and_for_as_long_as_it_exists(seeming_gpu):
+def test_memory_of_the_host_is_pinned_to_the_byte_and_for_as_long_as_it_exists(seeming_gpu, seeming_pins):
     """PyTorch's allocator of pinned memory takes the next power of two. Nothing here was run on a GPU."""
-    pinned: dict[int, int] = {}
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda where, size, flags: pinned.update({where: size}) or "success",
-        cudaHostUnregister=pinned.pop,
-    )
     seen: list[str] = []
-    seeming_gpu(cudart=lambda: cudart, check_error=seen.append)
+    seeming_gpu(check_error=seen.append)
     memory = copies.host_memory(12345, torch.device("cuda", 0))
-    assert (pinned, seen) == ({memory.ctypes.data: 12345}, ["success"])
+    assert (seeming_pins, seen) == ({memory.ctypes.data: 12345}, ["success"])
     part = memory[100:]
     del memory
-    assert pinned
+    assert seeming_pins
     del part
-    assert not pinned
+    assert not seeming_pins
 
 
 def test_strides_and_offsets_come_back():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,25 +172,21 @@ def test_frozen_weights_on_the_host_are_traced_on_the_device_of_the_step() -> No
     assert {kind for name, kind in fake.items() if "base" not in name} == {"cpu"}
 
 
-def test_a_weight_is_pinned_where_it_is(seeming_gpu: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_is_pinned_where_it_is(
+    seeming_gpu: Callable[..., None], seeming_pins: dict[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     """It has no second copy on the host. Nothing here was run on a GPU."""
-    pinned: dict[int, int] = {}
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda where, size, flags: pinned.update({where: size}) or "success",
-        cudaHostUnregister=pinned.pop,
-    )
-    seeming_gpu(cudart=lambda: cudart, check_error=lambda status: None)
     weight = nn.Parameter(torch.randn(10, 10), requires_grad=False)
     where = weight.data_ptr()
     pin_weight(weight, torch.device("cuda", 0))
-    assert pinned == {where: 400}
+    assert seeming_pins == {where: 400}
     del weight
-    assert not pinned
+    assert not seeming_pins
 
     def fails(status: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    seeming_gpu(cudart=lambda: cudart, check_error=fails)
+    seeming_gpu(check_error=fails)
     pin_weight(nn.Parameter(torch.randn(10, 10), requires_grad=False), torch.device("cuda", 0))
     assert "cannot be pinned" in caplog.text and "ulimit -l" in caplog.text
 

@@ -123,11 +123,13 @@ class Streams:
         return [*found, *(Fetch(self.ops[o]) for o in sorted(self.on_demand - seen))]
 
 
-def smallest_with_fetches(problem: Problem, limits: Limits, near: int) -> MinBudget:
+def smallest_with_fetches(
+    problem: Problem, limits: Limits | None = None, *, near: int = 0, keep_interrupted: bool = False
+) -> MinBudget:
     """As `smallest_peak`, where values on the host need not be there when the step begins."""
     assert problem.host is not None
     streams = Streams(problem.without_host(), problem.host)
-    found = smallest_peak(streams.problem, limits, near=near)
+    found = smallest_peak(streams.problem, limits, near=near, keep_interrupted=keep_interrupted)
     needed = needed_steps(streams.problem, [Compute(o) for o in found.plan.order])
     plan = with_frees(problem.graph, streams.fetched(needed), problem.host)
     lowest = floor(problem.graph, copies=True)

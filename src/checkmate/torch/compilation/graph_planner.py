@@ -98,9 +98,7 @@ class GraphPlanner:
 
     def _whole(self, capture: Capture) -> tuple[Capture, Result]:
         """The plan of a whole step."""
-        given = self.options.plan
-        copies = self._all.host is not None or (given is not None and given.host is not None)
-        graph, result = self.agreed(capture.graph, self._plan_with_copies if copies else self._plan_within_budget)
+        graph, result = self.agreed(capture.graph, self._plan_with_copies if self._all.copies else self._plan_within_budget)
         return replace(capture, graph=graph), result
 
     def _plan_within_budget(self, graph: Graph) -> Result:

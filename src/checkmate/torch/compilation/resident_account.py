@@ -82,9 +82,7 @@ class ResidentAccount:
         # Eager code may overwrite the batch and buffers between forward and backward, such as the queue of a momentum encoder.
         state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
         self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
-        given = options.planning.plan
-        copies = options.host is not None or (given is not None and given.host is not None)
-        weights = frozen_weights(inputs, self.device) if copies else []
+        weights = frozen_weights(inputs, self.device) if options.copies else []
         self._weights = [None if t is None else weakly(t) for t in weights]  # that a plan may fetch, by input of the graph
         self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
         if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
