@@ -59,3 +59,40 @@ def test_gradients_of_weights_can_wait() -> None:
     assert all(len(graph.ops[o].outputs) == 2 for o in weights)
     readers = {r for o in weights for v in graph.ops[o].outputs for r in graph.readers[v]}
     assert not readers
+
+
+class _Masks(nn.Module):
+    """Two layers with the same mask each, which the step may change between them."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.register_buffer("limit", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            mask = self.limit.exp().cos()
+            if self.between == "dropout":
+                mask = nn.functional.dropout(mask, 0.5)
+            x = layer(x).sin() * mask
+            if self.between == "overwrite":
+                self.limit.add_(1)
+        return x
+
+
+@pytest.mark.parametrize(("between", "masks"), [("", 1), ("dropout", 1), ("overwrite", 2)])
+def test_equal_ops_of_the_forward_run_once(between: str, masks: int) -> None:
+    """Not those whose inputs differ, and not random ones: two layers have two masks of dropout."""
+    torch.manual_seed(0)
+    model, x = _Masks(between), torch.randn(4, 16)
+
+    def loss() -> torch.Tensor:
+        return model(x).square().mean()
+
+    eager = observe(model, loss)
+    run, planned = compiled(loss, budget=ROOMY)
+    assert eager.differs(observe(model, run)) == []
+    kinds = [op.kind for op in planned[-1][0].graph.ops]
+    assert kinds.count("aten.exp.default") == masks
+    assert kinds.count("aten.native_dropout.default") == 2 * (between == "dropout")

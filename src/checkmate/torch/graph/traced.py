@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from checkmate.solvers.walks import reached
+from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.graph.storages import leaves, storage_bytes
 
 
@@ -20,6 +21,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
     return copy
+
+
+def in_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of the backward of a joint graph: tagged by AOTAutograd, tangents, and all nodes that depend on either."""
+    starts = [n for n in graph.nodes if "backward" in str(n.meta.get("partitioner_tag", "")) or is_tangent(n)]
+    return reached(starts, lambda node: node.users)
 
 
 def retraced(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:

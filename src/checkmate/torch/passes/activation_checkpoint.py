@@ -17,7 +17,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.solvers.walks import reached
-from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
 from checkmate.torch.graph.op_properties import (
     FORWARD_ONLY,
@@ -30,7 +29,7 @@ from checkmate.torch.graph.op_properties import (
 )
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.storages import leaves
-from checkmate.torch.graph.traced import retraced
+from checkmate.torch.graph.traced import in_backward, retraced
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -55,9 +54,7 @@ def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> None:
     Reading a copy there would be correct too, but would recompute values that eager mode does not.
     """
     nodes = list(graph.nodes)
-    # Tagged by AOTAutograd, tangents, and all nodes that depend on either.
-    starts = [n for n in nodes if "backward" in str(n.meta.get("partitioner_tag", "")) or is_tangent(n)]
-    backward = reached(starts, lambda node: node.users)
+    backward = in_backward(graph)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
     known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}

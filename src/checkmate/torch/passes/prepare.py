@@ -17,8 +17,9 @@ from torch import fx
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import invoke_subgraph
 from checkmate.torch._compat.symbolic import emit_expression
+from checkmate.torch.graph.op_properties import OpProperties, op_properties
 from checkmate.torch.graph.symbolic import is_size_arithmetic, reads_size
-from checkmate.torch.graph.traced import copy_graph
+from checkmate.torch.graph.traced import copy_graph, in_backward
 from checkmate.torch.passes.activation_checkpoint import honour_checkpoints
 from checkmate.torch.passes.losses import correct_loss_storages
 
@@ -39,6 +40,7 @@ def prepare(
     graph = layout_pass(copy_graph(joint.graph))
     examine(graph)
     _read_sizes_from_inputs(graph)
+    _merge_equal_ops(graph)
     split_convolution_backward(graph)
     if honours_checkpoints:
         honour_checkpoints(graph, no_recompute)
@@ -71,6 +73,26 @@ def _read_sizes_from_inputs(graph: fx.Graph) -> None:
                 known[value.node.expr] = same
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+
+
+def _merge_equal_ops(graph: fx.Graph) -> None:
+    """Let equal ops of the forward with equal arguments run once, in place, as PyTorch's partitioners do.
+
+    A transformer makes the same mask in each layer. A plan may still compute the merged value again for any reader.
+    """
+    backward = in_backward(graph)
+    returned = set(graph.output_node().all_input_nodes)
+    known: dict[str, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
+        found = op_properties(node)
+        if found.effect:
+            known.clear()  # what was read before may have been overwritten
+        if node in backward or node in returned or "recompute" in node.meta or found != OpProperties():
+            continue
+        same = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def split_convolution_backward(graph: fx.Graph) -> None:
