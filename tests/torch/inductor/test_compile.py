@@ -62,6 +62,26 @@ def test_the_measured_peak_keeps_the_budget_and_no_bit_changes() -> None:
     assert peak_of(run, model) <= 0.8 * everything
 
 
+class _Heads(nn.Module):
+    """Attention, whose backward reads three views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(8, 16, 4, 8).transpose(1, 2) for part in self.project(x).split(32, dim=2))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_tensor_is_saved_once_for_all_its_views() -> None:
+    """Each saved tensor takes processor time in every step."""
+    model, x = _Heads(), torch.randn(8, 16, 32)
+    run, _ = planned_loss(model, x, None)
+    saved = [t for t in run().grad_fn.saved_tensors if t.dim()]
+    assert len({t.untyped_storage().data_ptr() for t in saved}) == len(saved)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_bit_depends_on_the_budget(name: str) -> None:

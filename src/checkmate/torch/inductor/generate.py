@@ -98,7 +98,7 @@ class PlanPartitioner(CustomPartitionerFn):
     """
 
     def __init__(self, task: Task, options: Options, problem: str | None = None) -> None:
-        self._task = dataclasses.replace(task, on_planned=self._record_plan)
+        self._task = dataclasses.replace(task, on_planned=self._record_plan, remakes_views=True)
         self._settings = f"{sources_digest()} {options!r}"
         self._problem = problem
         self.planned: tuple[GraphInterface, Result] | None = None

@@ -26,7 +26,7 @@ from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.graph.traced import copy_graph
+from checkmate.torch.graph.traced import copy_graph, producer
 
 aten = torch.ops.aten
 
@@ -106,13 +106,11 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
 def _can_move(node: fx.Node) -> bool:
     """Whether a node may be in a subgraph: it has no effect, draws no random numbers, and has tensors of fixed sizes."""
     if node.target is operator.getitem:
-        return isinstance(node.meta.get("val"), torch.Tensor) and not makes_views(node.all_input_nodes[0])
+        return isinstance(node.meta.get("val"), torch.Tensor)
     if not isinstance(node.target, OpOverload) or any(n.op == "get_attr" for n in node.all_input_nodes):
         return False
     properties = op_properties(node)
-    if properties.effect or properties.random or properties.pinned or "val" not in node.meta:
-        return False
-    return isinstance(node.meta["val"], torch.Tensor) or not makes_views(node)
+    return not (properties.effect or properties.random or properties.pinned) and "val" in node.meta
 
 
 def _token(nodes: Sequence[fx.Node]) -> str:
@@ -209,9 +207,7 @@ def _walk(node: fx.Node, on_side: Callable[[fx.Node], bool], free: dict[fx.Node,
 
 def _is_free(node: fx.Node) -> bool:
     """Whether it costs nothing to compute a node again: a view, or a constant that Inductor inlines into its readers."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _can_move(node):
-        return False
-    return makes_views(node) or not node.all_input_nodes
+    return node.op == "call_function" and _can_move(node) and (makes_views(producer(node)) or not node.all_input_nodes)
 
 
 def _dying_operands(graph: fx.Graph, donated: Set[int]) -> dict[fx.Node, frozenset[int]]:

@@ -32,6 +32,8 @@ from checkmate.torch.graph.host_weights import ON_DEVICE
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM,
     BATCH_NORM_UPDATE,
+    OpProperties,
+    makes_views,
     op_properties,
     random_op,
     tagged_random,
@@ -41,6 +43,7 @@ from checkmate.torch.graph.op_properties import (
 )
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.symbolic import size_arithmetic
+from checkmate.torch.graph.traced import producer
 from checkmate.torch.joint.capture import Capture, Member
 from checkmate.torch.partition import copies
 
@@ -249,6 +252,23 @@ class _Writer:
 
     def _is_module(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and isinstance(getattr(self.capture.joint, str(node.target), None), torch.nn.Module)
+
+
+def remake_views(module: fx.GraphModule) -> None:
+    """Let the backward of a joint module with a plan make the views that it reads, in place.
+
+    The tensor with their memory is then saved for it, once for all of them. Code of Inductor makes most views at no cost.
+    """
+    for node in reversed(list(module.graph.nodes)):
+        readers = [user for user in node.users if "backward" in str(user.meta.get("partitioner_tag"))]
+        if not readers or node.meta.get("partitioner_tag") != "is_forward" or op_properties(node) != OpProperties():
+            continue
+        if makes_views(producer(node)):
+            with module.graph.inserting_before(min(readers)):
+                again = module.graph.node_copy(node)
+            again.meta = {**node.meta, "partitioner_tag": "is_backward"}
+            for reader in readers:
+                reader.replace_input_with(node, again)
 
 
 def eliminate_dead_rng(backward: fx.GraphModule) -> None:

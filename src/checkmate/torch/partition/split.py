@@ -22,7 +22,7 @@ from checkmate.torch.graph.optimizer_ops import in_loops
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.measure.profiler import announce_measurements, is_guessed, lacked_room
 from checkmate.torch.measure.resident import within_room
-from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
+from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng, remake_views
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
 from checkmate.torch.partition.update_groups import call_in_groups, group_updates
 from checkmate.torch.passes.batch_norm import use_cudnn_batch_norm
@@ -53,6 +53,7 @@ class Task:
     room: Callable[[Graph], int] | None = None  # free bytes for measuring a graph captured without costs
     measures_beyond: bool = True  # whether ops without room are measured if no plan keeps the budget
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()  # inputs (of ``count``) whose gradients it adds up
+    remakes_views: bool = False  # whether the backward makes the views that it reads, as is best if ops are fused
     read_from_host: Callable[[fx.Graph], None] = lambda graph: None  # has a graph read frozen weights by `ON_DEVICE`
     relabel: Callable[[fx.Graph], None] = lambda graph: None  # moves fake tensors to another device, in place
     refuse: Callable[[fx.Graph], None] = lambda graph: None  # raises if the graph of a whole step cannot run as it has to
@@ -187,7 +188,10 @@ class CapturedJoint:
         """Forward and backward modules that run a plan."""
         capture, task, count = self.capture, self.task, self.capture.num_fwd_outputs
         # The partitioner needs the inputs only for decisions, and a plan leaves it none.
-        forward, backward = default_partition(apply_plan(capture, result.plan), (), num_fwd_outputs=count, **self.rest)
+        imposed = apply_plan(capture, result.plan)
+        if task.remakes_views:
+            remake_views(imposed)
+        forward, backward = default_partition(imposed, (), num_fwd_outputs=count, **self.rest)
         eliminate_dead_rng(backward)
         _check_peak(capture, result, peak_of_split(forward, backward, count, task.costs, hold_outputs=task.hold_outputs))
         join_convolution_backward(backward)
