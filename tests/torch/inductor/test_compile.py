@@ -78,7 +78,8 @@ def test_a_tensor_is_saved_once_for_all_its_views() -> None:
     """Each saved tensor takes processor time in every step."""
     model, x = _Heads(), torch.randn(8, 16, 32)
     run, _ = planned_loss(model, x, None)
-    saved = [t for t in run().grad_fn.saved_tensors if t.dim()]
+    loss = run()
+    saved = [t for t in loss.grad_fn.saved_tensors if t.dim()]
     assert len({t.untyped_storage().data_ptr() for t in saved}) == len(saved)
 
 

@@ -83,6 +83,19 @@ def test_pointwise_ops(op: Any, types: tuple[Any, ...]) -> None:
     assert 0 < measured(op, args) <= estimated(op, args)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_products(rows: int) -> None:
+    """Matrices that are neither in rows nor in columns are copied, such as expanded ones; others are not."""
+    wide, tall = torch.randn(rows, 96), torch.randn(96, rows)
+    layouts = {"rows": wide, "columns": tall.t(), "row": wide[:1].expand(rows, -1), "column": wide[:, :1].expand(-1, 96)}
+    layouts["every other"] = torch.randn(rows, 192)[:, ::2]
+    for (name, left), (other, right) in itertools.product(layouts.items(), repeat=2):
+        for args in ((left, right.t()), (left.t(), right)):
+            assert measured(aten.mm.default, args) <= estimated(aten.mm.default, args)
+            if {name, other} <= {"rows", "columns"}:
+                assert estimated(aten.mm.default, args) <= 64
+
+
 def test_the_common_pointwise_op_has_no_workspace() -> None:
     """A bound that counts too much would refuse budgets that hold."""
     x, mask = torch.ones(32, 48), torch.ones(32, 48, dtype=torch.bool)

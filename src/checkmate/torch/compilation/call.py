@@ -68,6 +68,10 @@ _HINTS = {
         "replace the branch on a tensor's value by torch.where or torch.cond, or compile only the modules around it "
         "(of a mixture of experts, each expert)"
     ),
+    "using `torch.autograd.grad`": (
+        "set torch._dynamo.config.trace_autograd_ops = True to plan a loss with derivatives inside as one graph, or plan the "
+        "whole step: checkmate.torch.compile(model, loss, optimizer, example=..., budget=...)"
+    ),
     "Dynamic shape operator": (
         "select a fixed number of elements (torch.topk, torch.where, a fixed capacity for each expert), or compile only the "
         "modules around it"

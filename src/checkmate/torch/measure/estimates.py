@@ -166,11 +166,16 @@ def _indices(node: fx.Node, given: list[int], made: list[int]) -> int:
 
 
 def _product(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """MKL reads matrices by rows or by columns and copies others; oneDNN, for half precision, copies all."""
+    """MKL reads matrices by rows or by columns and copies others, also expanded ones; oneDNN, for half precision, copies all."""
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in leaves(node.meta.get("val"))):
         return sum(given) + sum(made)
     values = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if t.dim() > 1]
-    return sum(concrete(t.numel()) * t.element_size() for t in values if not any(concrete(s) == 1 for s in t.stride()[-2:]))
+    return sum(concrete(t.numel()) * t.element_size() for t in values if not _in_rows_or_columns(t))
+
+
+def _in_rows_or_columns(matrix: torch.Tensor) -> bool:
+    (rows, columns), (down, right) = ([concrete(n) for n in of[-2:]] for of in (matrix.shape, matrix.stride()))
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
 def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
