@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "adafactor": torch.optim.Adafactor,
+    "own": lambda p: Own([{"params": (rest := [*p])[::2]}, {"params": rest[1::2], "lr": 0.01}]),
 }
 
 
@@ -73,7 +74,7 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-QUICK = ("nesterov", "adamw", "adagrad", "foreach", "groups")
+QUICK = ("nesterov", "adamw", "adagrad", "foreach", "groups", "own")
 """Those that run every time."""
 
 
@@ -211,8 +212,32 @@ def test_micro_batches_accumulate_inside_one_step() -> None:
         step(X[:3], Y[:3])  # the mean of unequal parts would be another loss
 
 
-class Own(torch.optim.SGD):
-    """An optimizer that torch does not know."""
+class Own(torch.optim.Optimizer):
+    """An optimizer that torch does not know, with momentum."""
+
+    kind = "separate"
+    count = 0
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, **options})
+        self.more: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.count += 1
+        given = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for _, p in given) if self.kind == "global norm" else 1
+        for group, p in given:
+            state = self.more if self.kind == "hidden state" else self.state[p]
+            key = p if self.kind == "hidden state" else "momentum"
+            momentum = state.setdefault(key, torch.zeros_like(p))
+            momentum.lerp_(p.grad, 0.1)
+            scale = {"counts calls": self.count, "random": torch.rand(()).item() if self.kind == "random" else 1}
+            p.sub_(momentum.sign() * (group["lr"] * scale.get(self.kind, 1) / norm))
+
+
+def own(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    return type("Own", (Own,), {"kind": kind})
 
 
 def halve_gradient(parameter: torch.Tensor) -> None:
@@ -230,7 +255,10 @@ def hooked(model: nn.Module, register: str, hook: Callable[[Any], Any]) -> torch
 def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixture) -> None:
     """The fallback trains the same, and says why it is one."""
     for make, why in (
-        (lambda m: Own(m.parameters(), 0.1), "Own is not among the optimizers known to update each parameter"),
+        *(
+            (lambda m, kind=kind: own(kind)(m.parameters()), "Own was not found to update each parameter independently")
+            for kind in ("global norm", "counts calls", "random", "hidden state")
+        ),
         (
             lambda m: torch.optim.SGD(m.body.parameters(), 0.1),
             "SGD does not update 'unused', whose gradient must",

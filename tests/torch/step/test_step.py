@@ -80,8 +80,13 @@ def test_construction_touches_nothing() -> None:
     assert checkmate.validate(step.graph, step.plan, step.result.budget_bytes) == ()
 
 
+class Derived(torch.optim.Rprop):
+    """An optimizer that torch does not know: a trial tells its state."""
+
+
 STATES = {
     **OPTIMIZERS,
+    "derived": Derived,
     "rmsprop, centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
     "adamw, fused": lambda p: torch.optim.AdamW(p, fused=True),
     **{kind.__name__.lower(): kind for kind in (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)},
@@ -104,7 +109,9 @@ def test_an_unknown_optimizer_is_said_to_be_unknown(caplog: pytest.LogCaptureFix
     """Memory that is not reserved is not passed over in silence."""
 
     class Mine(torch.optim.Rprop):
-        pass
+        def step(self, closure: Any = None) -> None:
+            self.total = sum(p.grad.norm().item() for p in self.param_groups[0]["params"])
+            super().step()
 
     state_bytes(Mine(mlp().parameters()))
     assert "Mine allocates at its first step is unknown" in caplog.text

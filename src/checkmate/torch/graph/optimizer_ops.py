@@ -8,15 +8,18 @@ optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's. 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, optim
 
+from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.graph.storages import leaves
 
 # The `(a!)` in the schema of `update` tells every graph pass and the planner that it overwrites the parameter.
@@ -43,10 +46,7 @@ class Updates:
         self.places = [
             (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.requires_grad
         ]
-        step = type(optimizer).step
-        # `Optimizer.profile_hook_step` wraps `step`; the wrapper would run hooks and a profiler range per parameter. The
-        # function inside keeps `_use_grad_for_differentiable`, which disables gradients.
-        self.step: Callable[[optim.Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        self.step = _step_of(optimizer)
         _LIVE[self.key] = self
 
     @property
@@ -62,8 +62,7 @@ class Updates:
     def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace."""
         dummy = torch.nn.Parameter(parameter)
-        shadow = type(self.optimizer)([dummy])  # type: ignore[call-arg]  # Adagrad has a state from then on
-        shadow.param_groups = [{**self.group(which), "params": [dummy]}]
+        shadow = _alike(self.optimizer, self.group(which), [dummy])
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:
             dummy.grad = gradient
@@ -97,12 +96,46 @@ class Updates:
 
     def describe(self, which: int) -> str:
         """Text of all options on which the cost of an update depends besides shape and type."""
-        return f"{type(self.optimizer).__name__}{sorted(self.constant_options(self.group_index(which)).items())}"
+        kind = type(self.optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}{sorted(self.constant_options(self.group_index(which)).items())}"
+
+
+def _step_of(optimizer: optim.Optimizer) -> Callable[[optim.Optimizer], object]:
+    """The step of a kind of optimizers.
+
+    `Optimizer.profile_hook_step` wraps it; the wrapper would run hooks and a profiler range per parameter. The function inside
+    keeps `_use_grad_for_differentiable`, which disables gradients.
+    """
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def _is_of_torch(optimizer: optim.Optimizer) -> bool:
+    return getattr(optim, type(optimizer).__name__, None) is type(optimizer)
+
+
+def _alike(optimizer: optim.Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> optim.Optimizer:
+    """A new optimizer of the same kind for other parameters, with the options of a group."""
+    if _is_of_torch(optimizer):
+        alike = type(optimizer)(parameters)  # type: ignore[call-arg]  # Adagrad makes its state here, in PyTorch 2.11 only here
+    else:
+        alike = object.__new__(type(optimizer))
+        known: dict[int, Any] = {id(p): p.new_empty(0) for g in optimizer.param_groups for p in g["params"]}
+        own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+        vars(alike).update(copy.deepcopy(own, known), state=defaultdict(dict))  # no copy has the weights
+    alike.param_groups = [{**group, "params": [*parameters]}]
+    return alike
 
 
 def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer's first step would create for a parameter; the optimizer is not changed."""
-    shadow = type(optimizer)([parameter])  # type: ignore[call-arg]  # Adagrad of PyTorch 2.11 makes its state here, and only here
+    if not _is_of_torch(optimizer):
+        parameter = torch.empty_like(parameter, device="meta")
+        parameter.grad = torch.empty_like(parameter)
+        shadow = _alike(optimizer, group, [parameter])
+        _step_of(optimizer)(shadow)
+        return shadow.state[parameter]
+    shadow = _alike(optimizer, group, [parameter])
     if parameter.is_meta and group.get("fused"):  # a fused one refuses meta; its step counter is on the device of the parameter
         group = {**group, "fused": False, "capturable": True}
     return _initialise(shadow, group, parameter)
@@ -166,19 +199,60 @@ def update_parameters(gradients: Sequence[torch.Tensor], optimizer: int, which: 
 
 
 def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
-    """Whether the update of a parameter is known not to depend on other parameters.
+    """Whether the update of a parameter does not depend on other parameters, and its state is known before the first step.
 
-    Optimizers of torch with a method ``_init_group`` prepare each parameter by it. A subclass may override ``step``.
+    Optimizers of torch with a method ``_init_group`` prepare each parameter by it. Others are tried, on small parameters.
     """
-    kind = type(optimizer)
-    return getattr(optim, kind.__name__, None) is kind and hasattr(kind, "_init_group")
+    if _is_of_torch(optimizer):
+        return hasattr(optimizer, "_init_group")
+    options = [repr([type(optimizer), *((k, v) for k, v in g.items() if k not in _NOT_COST)]) for g in optimizer.param_groups]
+    if _TRIED.get(optimizer, ([], False))[0] != options:
+        with no_modes(), torch.enable_grad():
+            _TRIED[optimizer] = options, all(_updates_separately(optimizer, group) for group in optimizer.param_groups)
+    return _TRIED[optimizer][1]
+
+
+_TRIED: weakref.WeakKeyDictionary[optim.Optimizer, tuple[list[str], bool]] = weakref.WeakKeyDictionary()
+"""Optimizers that were tried, with the options of their groups, and whether they update each parameter separately."""
+
+
+def _updates_separately(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Try a group: three steps of two parameters in one call, and the same in a call for each; and one on the meta device."""
+    first, *_, last = [*group["params"], *group["params"]]
+    random = torch.Generator().manual_seed(0)
+
+    def like(p: torch.Tensor) -> torch.Tensor:
+        made = torch.randn([min(n, 64) for n in p.shape], generator=random)
+        return made.to("cpu" if p.is_meta else p.device, p.dtype)
+
+    values, gradients = [like(first), like(last)], [[like(first), like(last)] for _ in range(3)]
+    before, outcomes = torch.get_rng_state(), list[list[torch.Tensor]]()
+    try:
+        for calls in ([[0, 1]], [[1], [0]]):
+            parameters = [torch.nn.Parameter(value.clone()) for value in values]
+            alike = _alike(optimizer, group, parameters)
+            for given in gradients:
+                for call in calls:
+                    alike.param_groups = [{**group, "params": [parameters[k] for k in call]}]
+                    for k in call:
+                        parameters[k].grad = given[k].clone()
+                    _step_of(optimizer)(alike)
+            outcomes.append([*parameters, *(t for p in parameters for t in leaves(alike.state[p]))])
+            elsewhere = [value for name, value in vars(alike).items() if name not in ("state", "param_groups", "defaults")]
+            if leaves([elsewhere, *map(vars, parameters)]):
+                return False  # the bytes of this state would not be known
+        expected = [t.nbytes for value in values for t in leaves(initial_state(optimizer, group, value))]
+        equal = all(map(torch.equal, *outcomes)) and torch.equal(before, torch.get_rng_state())
+        return equal and expected == [t.nbytes for t in outcomes[0][2:]]
+    except Exception:  # noqa: BLE001 - whatever the code of an optimizer raises if it is called in another way
+        return False
 
 
 def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
     """Why an optimizer's step cannot be split into one update per parameter, or None if it can."""
     name = type(optimizer).__name__
     if not updates_parameters_separately(optimizer):
-        return f"{name} is not among the optimizers known to update each parameter independently of the others"
+        return f"{name} was not found to update each parameter independently of the others"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} has differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
