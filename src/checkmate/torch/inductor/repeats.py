@@ -30,6 +30,9 @@ from checkmate.torch.graph.traced import copy_graph, producer
 
 aten = torch.ops.aten
 
+IN_PLACE = "checkmate_in_place"
+"""Metadata of the ops of an update, whose loops write over inputs of the graph; a subgraph would return other tensors."""
+
 _LIBRARY_OPS = frozenset(
     {
         aten.mm,
@@ -105,6 +108,8 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
 
 def _can_move(node: fx.Node) -> bool:
     """Whether a node may be in a subgraph: it has no effect, draws no random numbers, and has tensors of fixed sizes."""
+    if IN_PLACE in node.meta:
+        return False
     if node.target is operator.getitem:
         return isinstance(node.meta.get("val"), torch.Tensor)
     if not isinstance(node.target, OpOverload) or any(n.op == "get_attr" for n in node.all_input_nodes):

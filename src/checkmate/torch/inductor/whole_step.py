@@ -27,6 +27,7 @@ from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.storages import leaves, storage_key
 from checkmate.torch.graph.traced import retraced
+from checkmate.torch.inductor.repeats import IN_PLACE
 from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {
@@ -247,7 +248,7 @@ class _UpdateWriter:
                 new.replace_input_with(read, rounded)
             else:
                 read.meta[_REALIZE] = True
-        new.meta = {"val": retraced(new, self._mode)}
+        new.meta = {"val": retraced(new, self._mode), IN_PLACE: True}
         return new
 
 
