@@ -18,7 +18,7 @@ from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
 
-_WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 """Primitives that call a jaxpr with a user-defined derivative."""
 
 Source = int | Literal
@@ -90,7 +90,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
     If `differentiable`, calls of functions with a user-defined derivative stay calls, because the trace is differentiated later.
     If `checkpoints`, each call to `jax.checkpoint` stays one equation.
     """
-    calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
+    calls = _CALLS | ({} if differentiable else WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
     types: list[Any] = []
     constants: dict[int, Any] = {}
     inlined: list[Equation] = []
