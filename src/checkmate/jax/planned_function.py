@@ -62,7 +62,6 @@ class PlannedFunction(Figures):
         arguments = Arguments.of(positional, keywords)
         flat = FlatFunction(function, arguments)
         closed = jax.make_jaxpr(flat)(*arguments.arrays)
-        _refuse_ordered_effects(closed)
         _, constants = opened(closed)
         # Values that the function closes over may be tracers of an outer transformation, and differ from call to call.
         arrays = [*constants, *arguments.arrays]
@@ -98,6 +97,7 @@ class PlannedFunction(Figures):
 
         A function may depend on anything, so that each call traces it; with its tangents or gradients, if these have rules.
         """
+        _refuse_effects(jaxpr)
 
         def pushed_forward(*primals: Any) -> Any:
             tangents = tuple(p if is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in primals)
@@ -214,10 +214,15 @@ def _instantiated(cotangent: Any) -> Any:
     return cotangent
 
 
-def _refuse_ordered_effects(closed: Any) -> None:
-    ordered = [str(effect) for effect in closed.effects if "rdered" in type(effect).__name__ or "Ref" in str(effect)]
+def _refuse_effects(jaxpr: Any) -> None:
+    ordered = [str(effect) for effect in jaxpr.effects if "rdered" in type(effect).__name__ or "Ref" in str(effect)]
     if ordered:
         raise GraphError(
             f"the function has effects whose order counts ({', '.join(ordered)}), and its derivative cannot be planned",
             hint="move io_callback(ordered=True), ordered debug prints and mutable references out of the function",
+        )
+    if any(type(effect).__name__ == "ErrorEffect" for effect in jaxpr.effects):
+        raise GraphError(
+            "the function has checks, which are effects, and its derivative cannot be planned",
+            hint="plan a function whose error is a result: checkmate.jax.remat(checkify.checkify(loss))",
         )
