@@ -20,9 +20,8 @@ from checkmate.jax._compat import as_function, is_tracer, merges_recomputations,
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
-from checkmate.jax.fingerprint import fingerprint
 from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
-from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair, with_derivative
+from checkmate.jax.graph.trace import Pure, fingerprint, is_inexact, trace_pair, with_derivative
 from checkmate.jax.profiler import cost_source
 
 _log = logging.getLogger("checkmate.jax")
@@ -40,7 +39,7 @@ class PlannedFunction(Figures):
         self._function, self._options, self._verify, self._exact = function, options, verify, exact
         self._costs = cost_source(costs)
         self._by_key: dict[str, Planned] = {}
-        self._programs: dict[Hashable, tuple[Any, Planned, PlannedProgram]] = {}  # by what a call computes, which is kept too
+        self._programs: dict[Hashable, tuple[Planned, PlannedProgram]] = {}  # by what a call computes
         functools.update_wrapper(self, function)
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
@@ -107,19 +106,15 @@ class PlannedFunction(Figures):
             tangents = [spec for spec in jax.eval_shape(pure, *values) if is_inexact(spec)]
             return jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents)
 
-        form: Any = None
-        content: Hashable | None = None
-        for trace in (lambda: jaxpr, lambda: jax.make_jaxpr(pushed_forward)(*values), gradients):
-            if content is None:
-                form = trace()
-                content = fingerprint(form, differentiated=form is not jaxpr)
+        forms = (lambda: jaxpr, lambda: jax.make_jaxpr(pushed_forward)(*values), gradients)
+        some = forms if self._planned else forms[:1]  # a first call under `jax.jit` has no second
+        keys = (fingerprint(form(), differentiated=form is not forms[0]) for form in some)
+        content = next(filter(None, keys), None)
         key = content and (content, wanted, trace_settings(), merges_recomputations())
-        found = self._programs.get(key)
-        if found is None:
-            found = form, *self._planned_anew(pure, values, wanted)
-            if key is not None and not any(map(is_tracer, found[2].capture.trace.constants.values())):
-                self._programs[key] = found
-        _, self._planned, program = found
+        found = self._programs.get(key) or self._planned_anew(pure, values, wanted)
+        self._planned, program = found
+        if key is not None and not any(map(is_tracer, program.capture.trace.constants.values())):
+            self._programs[key] = found
         return program
 
     def _planned_anew(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Planned, PlannedProgram]:
