@@ -90,6 +90,24 @@ def test_a_block_of_python_runs(text):
         exec(compile(code or "", "README.md", "exec"), namespace)
 
 
+def test_the_lines_of_jax_keep_a_budget_on_a_cpu():
+    """In `jax.jit` without options, with a share in place of a budget that this small network would always keep."""
+    jax = pytest.importorskip("jax")
+
+    def loss_fn(weights, x):
+        for w in weights:
+            x = jax.numpy.tanh(x @ w)
+        return (x**2).mean()
+
+    arguments = [jax.numpy.ones((64, 64)) / 64] * 12, jax.numpy.ones((1024, 64))
+    block = next(block for block in BLOCKS["python"] if "checkmate.jax.remat" in block)
+    namespace: dict[str, object] = {"loss_fn": loss_fn}
+    exec(compile(block.replace("8GiB", "50%"), "README.md", "exec"), namespace)
+    programs = [jax.jit(jax.value_and_grad(f)).lower(*arguments).compile() for f in (loss_fn, namespace["loss"])]
+    plain, planned = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    assert planned <= 0.5 * plain
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_commands_are_understood(line):
     """Verbs, options and files of the repository exist; `.ci/run` runs the lines where the README's own line installed."""

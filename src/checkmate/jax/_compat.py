@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import config
 from jax.extend import core, source_info_util
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -68,6 +69,11 @@ def source_of(eqn: Any) -> str:
 def scopes_of(eqn: Any) -> str:
     """Names of the scopes and transformations around an equation, like ``transpose(jvp(decoder))/mlp``."""
     return str(eqn.source_info.name_stack)
+
+
+def trace_settings() -> Any:
+    """All settings of JAX on which a trace depends: types, precision, meshes, axes; a key of JAX's own caches."""
+    return config.trace_context()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_tracer(value: Any) -> bool:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import merges_recomputations, varying_axes
+from checkmate.jax._compat import is_tracer, merges_recomputations, varying_axes
 from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, VIEWS, Capture
 from checkmate.jax.graph.trace import is_inexact, result, trace_flat
 
@@ -70,6 +70,12 @@ class PlannedProgram:
         return [result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
+        if not any(map(is_tracer, values.values())):  # op by op nothing is merged or moved, and values are freed here
+            for p in range(start, stop):
+                self._compute(values, self.order[p])
+                for v in self._last_read[p]:
+                    values.pop(v, None)
+            return
         newest = self._newest(values, reversed(self.order[:start])) if self.selects else None
         for p in range(start, stop):
             op = self.order[p]
@@ -139,8 +145,10 @@ class PlannedProgram:
         read, live_at_next, next_fence = set[int](), set[int](), set[int]()
         found: dict[int, set[int]] = {}
         saved = _Stored((), ())
+        self._last_read: dict[int, set[int]] = {}  # by position: values that are no longer needed after it
         for p in range(len(self.order) - 1, -1, -1):
             inputs, outputs = capture.inputs[self.order[p]], capture.outputs[self.order[p]]
+            self._last_read[p] = {*inputs, *outputs}.difference(live, saved.values)
             next_fence.update(live_at_next.intersection(outputs))
             live.difference_update(outputs)
             read.difference_update(outputs)
@@ -244,19 +252,23 @@ def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int], *, opaque
 @jax.custom_jvp
 def _behind_loop(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The arrays after a loop that never runs, though XLA cannot tell, and that would change each of them in place."""
-    position = next((i for i, a in enumerate(arrays) if a.size), None)
-    if position is None:
-        return arrays
-
-    def changed(array: jax.Array) -> jax.Array:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(~jax.random.key_data(array), impl=jax.random.key_impl(array))
-        return -array if is_inexact(array) else ~array
-
-    return jax.lax.while_loop(lambda carry: ~_always(carry[position]), lambda carry: tuple(map(changed, carry)), arrays)
+    return jax.lax.while_loop(_never, _changed, arrays) if any(a.size for a in arrays) else arrays
 
 
 _behind_loop.defjvp(lambda primals, tangents: (_behind_loop(*primals), *tangents))
+
+
+def _never(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    return ~_always(next(a for a in arrays if a.size))
+
+
+def _changed(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(
+        jax.random.wrap_key_data(~jax.random.key_data(a), impl=jax.random.key_impl(a))
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+        else (-a if is_inexact(a) else ~a)
+        for a in arrays
+    )
 
 
 def _always(array: jax.Array) -> jax.Array:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
-from checkmate.jax._compat import as_function, opened
+from checkmate.jax._compat import as_function, is_tracer, merges_recomputations, opened, trace_settings
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
-from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
+from checkmate.jax.graph.trace import Pure, fingerprint, is_inexact, trace_pair, with_derivative
 from checkmate.jax.profiler import cost_source
 
 _log = logging.getLogger("checkmate.jax")
@@ -38,6 +39,7 @@ class PlannedFunction(Figures):
         self._function, self._options, self._verify, self._exact = function, options, verify, exact
         self._costs = cost_source(costs)
         self._by_key: dict[str, Planned] = {}
+        self._programs: dict[Hashable, tuple[Planned, PlannedProgram]] = {}  # by what a call computes
         functools.update_wrapper(self, function)
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
@@ -59,7 +61,6 @@ class PlannedFunction(Figures):
         arguments = Arguments.of(positional, keywords)
         flat = FlatFunction(function, arguments)
         closed = jax.make_jaxpr(flat)(*arguments.arrays)
-        _refuse_ordered_effects(closed)
         _, constants = opened(closed)
         # Values that the function closes over may be tracers of an outer transformation, and differ from call to call.
         arrays = [*constants, *arguments.arrays]
@@ -68,15 +69,15 @@ class PlannedFunction(Figures):
         def pure(*values: Any) -> list[Any]:
             return as_function(closed, values[:count])(*values[count:])
 
-        return flat.results(self._differentiable(pure)(*arrays))
+        return flat.results(self._differentiable(pure, opened(closed)[0])(*arrays))
 
-    def _differentiable(self, pure: Pure) -> Callable[..., list[Any]]:
+    def _differentiable(self, pure: Pure, jaxpr: Any) -> Callable[..., list[Any]]:
         """A function of flat arrays, closing over no array, with a derivative that runs a plan."""
 
         def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
             wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
-            program = self._program(pure, values, wanted)
+            program = self._program(pure, jaxpr, values, wanted)
 
             def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
                 tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]
@@ -90,7 +91,33 @@ class PlannedFunction(Figures):
         differentiable.defvjp(forward, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True)
         return differentiable
 
-    def _program(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
+    def _program(self, pure: Pure, jaxpr: Any, values: Sequence[Any], wanted: tuple[int, ...]) -> PlannedProgram:
+        """The program of an earlier call that computes the same, or a new one.
+
+        A function may depend on anything, so that each call traces it; with its tangents or gradients, if these have rules.
+        """
+        _refuse_effects(jaxpr)
+
+        def pushed_forward(*primals: Any) -> Any:
+            tangents = tuple(p if is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in primals)
+            return jax.jvp(pure, primals, tangents)
+
+        def gradients() -> Any:
+            tangents = [spec for spec in jax.eval_shape(pure, *values) if is_inexact(spec)]
+            return jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents)
+
+        forms = (lambda: jaxpr, lambda: jax.make_jaxpr(pushed_forward)(*values), gradients)
+        some = forms if self._planned else forms[:1]  # a first call under `jax.jit` has no second
+        keys = (fingerprint(form(), differentiated=form is not forms[0]) for form in some)
+        content = next(filter(None, keys), None)
+        key = content and (content, wanted, trace_settings(), merges_recomputations())
+        found = self._programs.get(key) or self._planned_anew(pure, values, wanted)
+        self._planned, program = found
+        if key is not None and not any(map(is_tracer, program.capture.trace.constants.values())):
+            self._programs[key] = found
+        return program
+
+    def _planned_anew(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Planned, PlannedProgram]:
         trace, boundary = trace_pair(pure, values, wanted)
         captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
@@ -102,10 +129,10 @@ class PlannedFunction(Figures):
             if self._verify and axes is None:
                 _log.warning("the function has collectives over more devices than this process has: its plan is not compiled")
             self._by_key[key] = planned_within(compilation, self._options)
-        self._planned = self._by_key[key]
+        planned = self._by_key[key]
         # The trace must be of this call, because its constants and tracers differ from those of earlier calls.
-        again = compilation.saving(self._planned.loop_bytes).capture
-        return PlannedProgram(again, self._planned.result.plan, exact=self._exact)
+        again = compilation.saving(planned.loop_bytes).capture
+        return planned, PlannedProgram(again, planned.result.plan, exact=self._exact)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
@@ -182,10 +209,15 @@ def _instantiated(cotangent: Any) -> Any:
     return cotangent
 
 
-def _refuse_ordered_effects(closed: Any) -> None:
-    ordered = [str(effect) for effect in closed.effects if "rdered" in type(effect).__name__ or "Ref" in str(effect)]
+def _refuse_effects(jaxpr: Any) -> None:
+    ordered = [str(effect) for effect in jaxpr.effects if "rdered" in type(effect).__name__ or "Ref" in str(effect)]
     if ordered:
         raise GraphError(
             f"the function has effects whose order counts ({', '.join(ordered)}), and its derivative cannot be planned",
             hint="move io_callback(ordered=True), ordered debug prints and mutable references out of the function",
+        )
+    if any(type(effect).__name__ == "ErrorEffect" for effect in jaxpr.effects):
+        raise GraphError(
+            "the function has checks, which are effects, and its derivative cannot be planned",
+            hint="plan a function whose error is a result: checkmate.jax.remat(checkify.checkify(loss))",
         )

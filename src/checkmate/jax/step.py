@@ -35,7 +35,7 @@ class PlannedStep(Figures):
         self, step: Callable[..., Any], arguments: Arguments, flat: FlatFunction, planned: Planned, program: PlannedProgram
     ) -> None:
         self._arguments, self._flat, self._planned, self._program = arguments, flat, planned, program
-        self._step = step
+        self._step, self._settings = step, _settings()
         self._weak = {arguments.weak}  # combinations of weak types for which the step computes the same
         functools.update_wrapper(self, step)
 
@@ -52,8 +52,13 @@ class PlannedStep(Figures):
             keywords: The same.
 
         Raises:
-            OptionError: An argument has another structure, shape or type, or another value if it is neither array nor number.
+            OptionError: An argument has another structure, shape or type, or another value if it is neither array nor number; or
+                a setting of JAX has another value, such as ``jax_enable_x64``.
         """
+        for name, value in _settings().items():
+            if value != self._settings[name]:
+                before = f"{name} is {value!r}, and was {self._settings[name]!r} while the step was planned"
+                raise OptionError(before, hint="call it with the settings it was planned with, or plan it again with these")
         arguments, planned = Arguments.of(positional, keywords, trace_numbers=True), self._arguments
         if arguments.tree != planned.tree or _types(arguments.arrays) != _types(planned.arrays):
             raise OptionError("the step was planned for arguments of another structure, shape or type", hint=_ANOTHER)
@@ -214,6 +219,14 @@ def _computed_types(step: Callable[..., Any], arguments: Arguments) -> Counter[A
         if equation.kind != "convert_element_type" or made[0][1] != equation.eqn.invars[0].aval.dtype:
             found[equation.kind, tuple(made)] += 1
     return found
+
+
+def _settings() -> dict[str, Any]:
+    """The settings of JAX that decide what a step computes, and its explicit mesh; the plan has them in it."""
+    names = ("enable_x64", "default_matmul_precision", "default_prng_impl", "threefry_partitionable")
+    mesh = jax.sharding.get_abstract_mesh()
+    found = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    return found | {"the mesh": mesh if jax.sharding.AxisType.Explicit in mesh.axis_types else None}
 
 
 def _types(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:

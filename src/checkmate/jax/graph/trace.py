@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,13 +237,55 @@ def _computed(equation: Equation) -> Any:
     eqn = equation.eqn
     if eqn.effects or equation.kind == "optimization_barrier":
         return object()
-    inputs = tuple((s.aval, np.asarray(s.val).tobytes()) if isinstance(s, Literal) else s for s in equation.inputs)
-    settings = tuple((name, type(value), value) for name, value in eqn.params.items())
     try:
-        hash(settings)
+        inputs = tuple(_of_setting(s) if isinstance(s, Literal) else s for s in equation.inputs)
+        return eqn.primitive, inputs, tuple((name, _of_setting(value)) for name, value in eqn.params.items())
     except TypeError:
         return object()
-    return eqn.primitive, inputs, settings
+
+
+def fingerprint(closed: Any, *, differentiated: bool) -> Hashable | None:
+    """A key that is equal for two jaxprs only if they compute the same from the same arguments; None if there is none.
+
+    Rules for derivatives count, unless the jaxpr is `differentiated`.
+    """
+    try:
+        return _of_jaxpr(closed, differentiated)
+    except TypeError:
+        return None
+
+
+def _of_jaxpr(closed: Any, differentiated: bool) -> Hashable:
+    jaxpr, constants = opened(closed)
+    given = (*jaxpr.constvars, *jaxpr.invars)
+    number: dict[Any, Hashable] = {v: i for i, v in enumerate(given)}
+    lines: list[Hashable] = []
+    for eqn in jaxpr.eqns:
+        body = _WITH_RULES.get(eqn.primitive.name) if differentiated else None
+        settings = eqn.params if body is None else {body: eqn.params[body]}
+        named = tuple((name, _of_setting(value, differentiated)) for name, value in settings.items())
+        read = tuple(_of_setting(v) if isinstance(v, Literal) else number[v] for v in eqn.invars)
+        lines.append((eqn.primitive, eqn.ctx, read, named))
+        for v in eqn.outvars:
+            number[v] = len(number)
+    results = tuple(_of_setting(v) if isinstance(v, Literal) else number[v] for v in jaxpr.outvars)
+    return len(jaxpr.invars), tuple(v.aval for v in given), _of_setting(constants), tuple(lines), results
+
+
+def _of_setting(value: Any, differentiated: bool = False) -> Hashable:
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        return _of_jaxpr(value, differentiated)
+    if isinstance(value, (tuple, list)):
+        items: list[Any] = [*value]
+        return type(value), tuple(_of_setting(item, differentiated) for item in items)
+    if isinstance(value, Literal):
+        return value.aval, np.asarray(value.val).tobytes()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype, value.shape, value.tobytes()
+    if hasattr(value, "call_wrapped") or "<locals>" in getattr(value, "__qualname__", "") or isinstance(value, jax.Array):
+        raise TypeError("no later trace has this value again")
+    hash(value)
+    return type(value), value
 
 
 def _needed(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
