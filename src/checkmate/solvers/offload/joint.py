@@ -92,22 +92,26 @@ class Joint:
         return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
 
     def _stream(self, reference: Reference) -> None:
-        """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one."""
+        """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one.
+
+        Half of the time is left for the bound and the other searches.
+        """
         grid = {
             "share": (1.0, 0.75, 0.5, 0.25, 0.0),
             "price": (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),
             "ring": (0.0, 0.01, 0.02, 0.05, 0.1, 0.2),
+            "last": (False, True),
         }
         found = {self.streams: self._search(frozenset(), [], reference, 60)}
-        best, stale = self.streams, 0
+        best, stale, until = self.streams, 0, self.session.elapsed_s() + 0.5 * self.session.left_s()
         while stale < len(grid) and not self.session.done:
             for name, values in grid.items():
                 stale += 1
                 for near in [replace(best, **{name: value}) for value in values]:
-                    if near not in found:
+                    if near not in found and self.session.elapsed_s() <= until:
                         self.streams = near
                         found[near] = self._search(frozenset(), [], reference, 60)
-                    cost, least = found[near], found[best]
+                    cost, least = found.get(near), found[best]
                     if cost is not None and (least is None or cost < least):
                         best, stale = near, 0
         self.streams = best
