@@ -198,7 +198,7 @@ def test_an_example_keeps_its_memory_format_at_every_size() -> None:
 
 @pytest.mark.usefixtures("nothing_else")
 def test_weights_that_exceed_the_budget_are_fetched() -> None:
-    """Frozen ones need not stay on the device: the plan that is returned runs within the budget, to the bits of the plain step."""
+    """Frozen ones need not stay on the device: the plan that is returned runs within the budget, to the plain step's bits."""
     loss, x = nn.functional.mse_loss, torch.randn(16, 256)
 
     def adapted() -> tuple[nn.Module, torch.optim.Optimizer]:
