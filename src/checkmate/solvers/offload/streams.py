@@ -59,6 +59,11 @@ class Streams:
         return self._first(sum(self._size(o) for o in self._read) - self.host.bytes, up_to=False)
 
     @cached_property
+    def fetched_bytes(self) -> int:
+        """The most bytes on the host of values that a plan may fetch."""
+        return sum(self._size(o) for o in self._read if o not in self.stay)
+
+    @cached_property
     def there(self) -> list[int]:
         """Ops of the values on the device when the step begins: those read first, which are also read last in a training step."""
         graph = self.folded.graph
