@@ -16,7 +16,7 @@ of one block, N = n - 2 of two. Each peak of this front is a budget for the plan
   weights. One video of 512 x 512 with 81 frames: 21504 tokens. Keys and values of the text have no LoRA.
 - Llama-8B: meta-llama/Llama-3.1-8B, config.json: 32 layers, width 4096, 8 key-value heads, MLP of 14336, 128256 words; bfloat16.
   Two sequences of 2048 tokens; the loss takes the logits in eight pieces.
-- Llama-70B: meta-llama/Llama-3.1-70B, config.json: 80 layers, width 8192, MLP of 28672; blocks in 4 bits, 64 weights with one byte
+- Llama-70B: meta-llama/Llama-3.1-70B, config.json: 80 layers, width 8192, MLP of 28672; blocks in 4 bits, 64 weights with a byte
   of scale (QLoRA), and each matrix unpacked to bfloat16 for its product. One sequence of 2048 tokens.
 
     python benchmarks/frozen_weights.py [--cases flux llama-70b ...] [--devices H100 ...] [--seconds 20]
