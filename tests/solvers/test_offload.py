@@ -265,6 +265,15 @@ def test_the_host_need_not_hold_every_value_that_is_on_it(room):
     assert result.peak_bytes <= budget
 
 
+def test_activations_are_copied_beside_fetched_weights():
+    """The host holds all weights and a third of the activations: the copies take the place of the dearest recomputations."""
+    graph, host = weighted(60, weight=50), HostMemory(60 * 50 + 2500, 10**9, 10**9)
+    result = solve(Problem(graph, 2500, host=host), limits=Limits(time_s=15, gap=0.02))
+    timeline = simulate(graph, result.plan)
+    assert result.gap <= 0.02
+    assert 0 < timeline.copied_bytes("out") <= timeline.host_peak_bytes <= host.bytes
+
+
 def test_a_refusal_names_a_budget_that_fetches_keep():
     """It is below the bytes of all weights, and a plan keeps it."""
     graph = weighted(8)
