@@ -83,7 +83,7 @@ class Joint:
         self._improve()
 
     def _references(self) -> list[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once; of its own order only, if that has fetches."""
+        """Times of the best plan so far, and of orders that compute every op once; after fetches only of that plan's order."""
         plan, best, orders = self.session.plan, self.best, list[tuple[int, ...]]()
         if plan is not None and best is not None:
             alone = not any(isinstance(step, Offload) for step in plan.steps)
