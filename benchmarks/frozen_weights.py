@@ -6,8 +6,8 @@ profile. Nothing was measured: the fronts compare plans under one model.
 
 By hand: N of n blocks are swapped and every block is checkpointed. When a block is done, the weights of the block that is n - N
 blocks ahead are copied into its place, while the blocks between them run (the H2D-only swap of musubi-tuner). N = n - 1 is a ring
-of one block, N = n - 2 of two. Each peak of this front is a budget for the planner. On cards of 8 to 80 GB the budget is what
-`checkmate fits` leaves for a step; at the end these rows are printed as one table. Sizes of the models:
+of one block, N = n - 2 of two. Each peak of this front, of three models, is a budget for the planner. On cards of 8 to 80 GB the
+budget is what `checkmate fits` leaves for a step; these rows are printed as one table at the end. Sizes of the models:
 
 - Flux: black-forest-labs/FLUX.1-dev, transformer/config.json: 19 double and 38 single blocks, 24 heads of 128; bfloat16.
   One image of 1024 x 1024: 4096 tokens, with 512 of text.
@@ -42,6 +42,7 @@ from checkmate.cost import load_device, roofline_ns
 from checkmate.solvers.reductions.unread import needed_steps
 
 FRONTS = ("RTX 4090", "RTX 3090", "A100 40 GB", "H100")
+BY_HAND = ("flux", "qwen-image", "llama-8b")
 CARDS = {"RTX 4060": 8, "RTX 4070": 12, "RTX 4080": 16, "RTX 4090": 24, "RTX 5090": 32, "L40S": 48, "H100": 80}
 HOST = "64GiB"
 RANK = 16
@@ -307,7 +308,7 @@ def rows(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
     left = profile.memory_bytes - profile.context_bytes
     step = planned(graph, host, seconds)
     facts = {"case": name, "device": device}
-    for swapped, hand in front(graph, host) if device in FRONTS else ():
+    for swapped, hand in front(graph, host) if device in FRONTS and name in BY_HAND else ():
         by_hand = {"by_hand_ns": hand.cost, "by_hand_fetched_bytes": hand.copied_bytes("in")}
         at = {"peak_gib": round(hand.peak_bytes / 2**30, 2), "fits_the_device": hand.peak_bytes <= left}
         found = step(hand.peak_bytes)
