@@ -147,7 +147,7 @@ class _Forecast:
             parameter_bytes=step.parameter_bytes,
             state_bytes=step.state_bytes,
             keep_all_bytes=step.keep_all_bytes,
-            smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
+            smallest_bytes=max(min(smallest.peak_bytes, (result or smallest).peak_bytes), step.update_bytes),
             floor_bytes=floor_bytes,
             why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
