@@ -6,15 +6,20 @@ profile. Nothing was measured: the fronts compare plans under one model.
 
 By hand: N of n blocks are swapped and every block is checkpointed. When a block is done, the weights of the block that is n - N
 blocks ahead are copied into its place, while the blocks between them run (the H2D-only swap of musubi-tuner). N = n - 1 is a ring
-of one block, N = n - 2 of two. Each peak of this front is a budget for the planner. Sizes of the models:
+of one block, N = n - 2 of two. Each peak of this front, of three models, is a budget for the planner. On cards of 8 to 80 GB the
+budget is what `checkmate fits` leaves for a step; these rows are printed as one table at the end. Sizes of the models:
 
 - Flux: black-forest-labs/FLUX.1-dev, transformer/config.json: 19 double and 38 single blocks, 24 heads of 128; bfloat16.
   One image of 1024 x 1024: 4096 tokens, with 512 of text.
 - Qwen-Image: Qwen/Qwen-Image, transformer/config.json: 60 double blocks, 24 heads of 128; float8 weights. The same tokens.
+- Wan-14B: Wan-AI/Wan2.1-T2V-14B, config.json: 40 blocks, width 5120, MLP of 13824, attention to 512 tokens of text; float8
+  weights. One video of 512 x 512 with 81 frames: 21504 tokens. Keys and values of the text have no LoRA.
 - Llama-8B: meta-llama/Llama-3.1-8B, config.json: 32 layers, width 4096, 8 key-value heads, MLP of 14336, 128256 words; bfloat16.
   Two sequences of 2048 tokens; the loss takes the logits in eight pieces.
+- Llama-70B: meta-llama/Llama-3.1-70B, config.json: 80 layers, width 8192, MLP of 28672; blocks in 4 bits, 64 weights with a byte
+  of scale (QLoRA), and each matrix unpacked to bfloat16 for its product. One sequence of 2048 tokens.
 
-    python benchmarks/frozen_weights.py [--cases flux qwen-image llama-8b] [--devices H100 ...] [--seconds 20]
+    python benchmarks/frozen_weights.py [--cases flux llama-70b ...] [--devices H100 ...] [--seconds 20]
 
 Rows of cases and devices that are not named stay as they are.
 """
@@ -22,7 +27,7 @@ Rows of cases and devices that are not named stay as they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +41,9 @@ from checkmate.core.plan import Step, with_frees
 from checkmate.cost import load_device, roofline_ns
 from checkmate.solvers.reductions.unread import needed_steps
 
-DEVICES = ("RTX 4090", "RTX 3090", "A100 40 GB", "H100")
+FRONTS = ("RTX 4090", "RTX 3090", "A100 40 GB", "H100")
+BY_HAND = ("flux", "qwen-image", "llama-8b")
+CARDS = {"RTX 4060": 8, "RTX 4070": 12, "RTX 4080": 16, "RTX 4090": 24, "RTX 5090": 32, "L40S": 48, "H100": 80}
 HOST = "64GiB"
 RANK = 16
 
@@ -47,38 +54,39 @@ class Draft:
 
     device: Any
     tokens: int
-    weight_bytes: int
+    weight_bytes: float
     ops: list[Op] = field(default_factory=list)
     sizes: list[tuple[str, int, bool]] = field(default_factory=list)
     weights: list[tuple[str, int]] = field(default_factory=list)
     lora: int = 0
     phase: Any = "forward"
 
-    def weight(self, name: str, elements: int) -> int:
+    def weight(self, name: str, elements: int, least_bytes: int = 0) -> int:
         """A frozen weight."""
-        self.weights.append((name, elements * self.weight_bytes))
+        self.weights.append((name, int(elements * max(least_bytes, self.weight_bytes))))
         return -len(self.weights)
 
     def size(self, v: int) -> int:
         """Bytes of a value."""
         return self.weights[-1 - v][1] if v < 0 else self.sizes[v][1]
 
-    def op(self, name: str, reads: tuple[int, ...], size: int, *, flop: int = 0, kept: bool = False, workspace: int = 0) -> int:
-        """An op with one output. It moves what it reads and writes."""
-        moved = sum(self.size(v) for v in reads) + size
-        cost = roofline_ns(self.device, flop=flop, dtype="bfloat16", moved_bytes=moved)
-        self.sizes.append((name, size, kept))
-        self.ops.append(Op(name, reads, (len(self.sizes) - 1,), cost, workspace, phase=self.phase))
+    def op(self, name: str, reads: tuple[int, ...], size: int, *, workspace: int = 0, unpacked: int = 0, **facts: Any) -> int:
+        """An op with one output. It moves what it reads and writes, an unpacked matrix both ways."""
+        moved = sum(self.size(v) for v in reads) + size + 2 * unpacked
+        cost = roofline_ns(self.device, flop=facts.get("flop", 0), dtype="bfloat16", moved_bytes=moved)
+        self.sizes.append((name, size, facts.get("kept", False)))
+        self.ops.append(Op(name, reads, (len(self.sizes) - 1,), cost, workspace + unpacked, phase=self.phase))
         return len(self.sizes) - 1
 
-    def act(self, name: str, reads: tuple[int, ...], width: int, flop: int = 0) -> int:
+    def act(self, name: str, reads: tuple[int, ...], width: int, flop: int = 0, unpacked: int = 0) -> int:
         """An op with an activation of some width for each token, in bfloat16."""
-        return self.op(name, reads, 2 * self.tokens * width, flop=flop)
+        return self.op(name, reads, 2 * self.tokens * width, flop=flop, unpacked=unpacked)
 
     def linear(self, name: str, x: int, w: int, wide: int, out: int) -> int:
         """A frozen matrix and LoRA's two beside it. Transposed in the backward pass, where it costs the same."""
         self.lora += RANK * (wide + out) if self.phase == "forward" else 0
-        return self.act(name, (x, w), out, 2 * self.tokens * (wide * out + RANK * (wide + out)))
+        unpacked = 2 * wide * out if self.weight_bytes < 1 else 0
+        return self.act(name, (x, w), out, 2 * self.tokens * (wide * out + RANK * (wide + out)), unpacked)
 
     def gradient(self, name: str, x: int, dy: int, wide: int, out: int) -> None:
         """Gradients of LoRA's two matrices."""
@@ -110,6 +118,7 @@ class Shape:
     streams: int = 1  # copies of each matrix: one for tokens of the image, one for those of the text
     modulation: int = 0
     length: int = 0  # tokens that attend to each other
+    text: int = 0  # tokens of a text that all others attend to besides
 
 
 class Block:
@@ -121,6 +130,7 @@ class Block:
         parts = {"one": (s.width, s.qkv + s.up), "two": (s.width + s.mid, s.width)} if single else {
             "qkv": (s.width, s.qkv), "proj": (s.width, s.width), "up": (s.width, s.up), "down": (s.mid, s.width)
         }  # fmt: skip
+        parts |= {"text.q": (s.width, s.width), "text.kv": (s.width, 2 * s.width), "text.o": (s.width, s.width)} if s.text else {}
         self.shapes = parts
         self.mod_w = step.weight(f"{self.name}.mod", s.modulation * copies) if s.modulation else None
         self.w = {part: step.weight(f"{self.name}.{part}", a * b * copies) for part, (a, b) in parts.items()}
@@ -128,6 +138,23 @@ class Block:
     def _linear(self, part: str, x: int, *, back: bool = False) -> int:
         a, b = self.shapes[part]
         return self.step.linear(f"{self.name}.{part}{'.back' * back}", x, self.w[part], *((b, a) if back else (a, b)))
+
+    def _read_text(self, x: int) -> int:
+        """The ops by which the tokens attend to the text."""
+        t, s, n = self.step, self.shape, self.name
+        self.before_text, self.n3 = x, t.act(f"{n}.text.norm", (x,), s.width)
+        text = t.op(f"{n}.text.kv", (self.w["text.kv"],), 4 * s.text * s.width, flop=4 * s.text * s.width**2)
+        self.t = (self._linear("text.q", self.n3), text)
+        self.to = t.act(f"{n}.text.attention", self.t, s.width, 4 * t.tokens * s.text * s.width)
+        return t.act(f"{n}.text.add", (x, self._linear("text.o", self.to)), s.width)
+
+    def _read_text_back(self, dx: int) -> int:
+        t, s, n = self.step, self.shape, self.name
+        self._lora("text.o", self.to, dx)
+        reads = (*self.t, self.to, self._linear("text.o", dx, back=True))
+        dq = t.act(f"{n}.text.attention.back", reads, s.width, 10 * t.tokens * s.text * s.width)
+        self._lora("text.q", self.n3, dq)
+        return t.act(f"{n}.text.norm.back", (self._linear("text.q", dq, back=True), self.before_text, dx), s.width)
 
     def _lora(self, part: str, x: int, dy: int) -> None:
         self.step.gradient(f"{self.name}.{part}.lora", x, dy, *self.shapes[part])
@@ -149,6 +176,7 @@ class Block:
         self.r = t.act(f"{n}.rope", (self.q,), s.qkv)
         self.o = t.act(f"{n}.attention", (self.r,), s.width, attention)
         self.x1 = t.act(f"{n}.add1", (x, self._linear("proj", self.o), *self.mod), s.width)
+        self.x1 = self._read_text(self.x1) if s.text else self.x1
         self.n2 = t.act(f"{n}.norm2", (self.x1, *self.mod), s.width)
         self.h = self._linear("up", self.n2)
         self.g = t.act(f"{n}.act", (self.h,), s.mid)
@@ -171,6 +199,7 @@ class Block:
             dh = t.act(f"{n}.act.back", (self.h, self._linear("down", out, back=True)), s.up)
             self._lora("up", self.n2, dh)
             dx = t.act(f"{n}.norm2.back", (self._linear("up", dh, back=True), self.x1, dx, *self.mod), s.width)
+            dx = self._read_text_back(dx) if s.text else dx
             dp = t.act(f"{n}.gate1.back", (dx, *self.mod), s.width)
             self._lora("proj", self.o, dp)
             dr = t.act(f"{n}.attention.back", (self.r, self.o, self._linear("proj", dp, back=True)), s.qkv, attention)
@@ -182,13 +211,13 @@ class Block:
         return t.act(f"{n}.norm1.back", (self._linear(at, dn, back=True), self.x, dx, *self.mod), s.width)
 
 
-def built(name: str, device: Any, tokens: int, weight_bytes: int, shapes: list[tuple[Shape, bool]], words: int = 0) -> Graph:
+def built(name: str, device: Any, tokens: int, weight_bytes: float, shapes: list[tuple[Shape, bool]], words: int = 0) -> Graph:
     """The step of a stack of blocks, with an embedding and a loss over words if there are any."""
     step = Draft(device, tokens, weight_bytes)
     width = shapes[0][0].width
-    table = (step.weight("embedding", words * width),) if words else ()
+    table = (step.weight("embedding", words * width, 2),) if words else ()
     blocks = [Block(step, k, shape, single=single) for k, (shape, single) in enumerate(shapes)]
-    head = (step.weight("head", words * width),) if words else ()
+    head = (step.weight("head", words * width, 2),) if words else ()
     x = step.op("embed", table, 2 * tokens * width) if words else step.act("embed", (), width)
     for block in blocks:
         x = block.forward(x)
@@ -221,7 +250,19 @@ def llama_8b(device: Any) -> Graph:
     return built("llama-8b", device, 4096, 2, [(Shape(4096, 6144, 2 * 14336, 14336, length=2048), False)] * 32, 128256)
 
 
-CASES = {"flux": flux, "qwen-image": qwen_image, "llama-8b": llama_8b}
+def wan(device: Any) -> Graph:
+    """Wan 14B with float8 weights and a video of 21 x 32 x 32 tokens."""
+    tokens = 21 * 32 * 32
+    return built("wan-14b", device, tokens, 1, [(Shape(5120, 3 * 5120, 13824, 13824, length=tokens, text=512), False)] * 40)
+
+
+def llama_70b(device: Any) -> Graph:
+    """Llama 70B with blocks in 4 bits and one sequence of 2048 tokens."""
+    shape = Shape(8192, 10240, 2 * 28672, 28672, length=2048)
+    return built("llama-70b", device, 2048, 33 / 64, [(shape, False)] * 80, 128256)
+
+
+CASES = {"flux": flux, "qwen-image": qwen_image, "wan-14b": wan, "llama-8b": llama_8b, "llama-70b": llama_70b}
 
 
 def by_hand(graph: Graph, swapped: int, host: checkmate.HostMemory) -> Plan:
@@ -261,51 +302,78 @@ def front(graph: Graph, host: checkmate.HostMemory) -> list[tuple[int, checkmate
 
 
 def rows(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """Both fronts of a case on a device."""
+    """Rows of a case on a device: at the peaks of the front by hand, and within the memory of the card."""
     profile = load_device(device)
     graph, host = CASES[name](profile), profile.host_memory(HOST)
-    weights = sum(v.size_bytes for v in graph.values if v.on_host)
-    for swapped, hand in front(graph, host):
-        problem = checkmate.Problem(graph, hand.peak_bytes, host=host)
-        result = checkmate.solve(problem, limits=checkmate.Limits(time_s=seconds), raise_on_failure=False)
-        row = {
-            "case": name,
-            "device": device,
-            "swapped": swapped,
-            "peak_gib": round(hand.peak_bytes / 2**30, 2),
-            "fits_the_device": hand.peak_bytes <= profile.memory_bytes - profile.context_bytes,
-            "weights_bytes": weights,
-            "ops": len(graph.ops),
-            "once_ns": graph.cost,
-            "bus_bytes_per_s": host.in_bytes_per_s,
-            "by_hand_ns": hand.cost,
-            "by_hand_fetched_bytes": hand.copied_bytes("in"),
+    left = profile.memory_bytes - profile.context_bytes
+    step = planned(graph, host, seconds)
+    facts = {"case": name, "device": device}
+    for swapped, hand in front(graph, host) if device in FRONTS and name in BY_HAND else ():
+        by_hand = {"by_hand_ns": hand.cost, "by_hand_fetched_bytes": hand.copied_bytes("in")}
+        at = {"peak_gib": round(hand.peak_bytes / 2**30, 2), "fits_the_device": hand.peak_bytes <= left}
+        found = step(hand.peak_bytes)
+        share = {"share": round(found["ours_ns"] / hand.cost, 4)} if "ours_ns" in found else {}
+        yield {**facts, "swapped": swapped, **at, **by_hand, **found, **share}
+    if device in CARDS:
+        budget = left - profile.blas_workspace_bytes - round(0.03 * profile.memory_bytes)
+        yield {**facts, "swapped": None, "peak_gib": round(budget / 2**30, 2), "gb": CARDS[device], **step(budget)}
+
+
+def planned(graph: Graph, host: checkmate.HostMemory, seconds: float) -> Callable[[int], dict[str, Any]]:
+    """A function from budgets to figures of the planner's answer."""
+    facts = {
+        "weights_bytes": sum(v.size_bytes for v in graph.values if v.on_host),
+        "ops": len(graph.ops),
+        "once_ns": graph.cost,
+        "bus_bytes_per_s": host.in_bytes_per_s,
+        "seconds": seconds,
+    }
+
+    def within(budget: int) -> dict[str, Any]:
+        problem, limits = checkmate.Problem(graph, budget, host=host), checkmate.Limits(time_s=seconds)
+        result = checkmate.solve(problem, limits=limits, raise_on_failure=False)
+        if result.plan is None:
+            smallest = checkmate.min_budget(graph, limits=limits, host=host)
+            if smallest.peak_bytes > budget:
+                return {**facts, "smallest_bytes": smallest.peak_bytes, "floor_bytes": smallest.floor_bytes}
+            result = checkmate.solve(problem, limits=limits, initial=smallest.plan)
+        ours = checkmate.simulate(graph, result.plan)
+        computed = set(result.plan.order)
+        there = [v for v, value in enumerate(graph.values) if value.on_host and graph.producer[v] in computed]
+        return {
+            **facts,
             "bound_ns": round(result.bound),
             "elapsed_s": round(result.elapsed_s, 1),
-            "seconds": seconds,
+            "ours_ns": ours.cost,
+            "gap": round(result.gap, 4),
+            "waits_ns": ours.waited,
+            "recomputations": len(result.plan.order) - len(computed),
+            "there_bytes": sum(graph.values[v].size_bytes for v in there),
+            "fetched_bytes": ours.copied_bytes("in"),
+            "offloaded_bytes": ours.copied_bytes("out"),
         }
-        if result.plan is not None:
-            ours = checkmate.simulate(graph, result.plan)
-            computed = set(result.plan.order)
-            there = [v for v, value in enumerate(graph.values) if value.on_host and graph.producer[v] in computed]
-            row |= {
-                "ours_ns": ours.cost,
-                "share": round(ours.cost / hand.cost, 4),
-                "gap": round(result.gap, 4),
-                "waits_ns": ours.waited,
-                "recomputations": len(result.plan.order) - len(computed),
-                "there_bytes": sum(graph.values[v].size_bytes for v in there),
-                "fetched_bytes": ours.copied_bytes("in"),
-                "offloaded_bytes": ours.copied_bytes("out"),
-            }
-        yield row
+
+    return within
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Which card for which model: time over that of keeping everything, and the gap in percent; or the smallest peak."""
+    cells: dict[str, dict[str, str]] = {name: {} for name in CASES}
+    for row in found:
+        if row["swapped"] is None:
+            smallest, once = row.get("smallest_bytes", 0), row["once_ns"]
+            cell = f"from {smallest / 2**30:.1f} GiB" if smallest else f"{row['ours_ns'] / once:.2f} ({100 * row['gap']:.0f})"
+            cells[row["case"]][row["device"]] = cell
+    lines = ["| step | " + " | ".join(f"{name}, {gb} GB" for name, gb in CARDS.items()) + " |", "|---|" + "---:|" * len(CARDS)]
+    lines += [f"| {name} | " + " | ".join(of.get(card, "") for card in CARDS) + " |" for name, of in cells.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Run the named cases, keep the rows of the others, and write the JSON."""
-    options = of_cases(__doc__, CASES, DEVICES, 20.0)
+    """Run the named cases, keep the rows of the others, write the JSON and print the table."""
+    options = of_cases(__doc__, CASES, [*dict.fromkeys([*FRONTS, *CARDS])], 20.0)
     found = (row for device in options.devices for case in options.cases for row in rows(case, device, options.seconds))
-    add_rows(__file__, found, ("case", "device", "swapped"))
+    print(table(add_rows(__file__, found, ("case", "device", "swapped"))))
 
 
 if __name__ == "__main__":

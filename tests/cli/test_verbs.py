@@ -13,6 +13,7 @@ import pytest
 import checkmate
 from checkmate.core.result import Result
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
+from tests.solvers.generators import weighted
 
 BUDGET = "5.5MiB"
 
@@ -174,6 +175,17 @@ def test_largest_batch_comes_with_its_graph_and_plan(run):
     assert said["batch"] <= said["upper_bound"]
     assert said["overhead"] <= 1.2
     assert run("verify", said["graph"], said["plan"], "--budget", "20MiB").code == 0
+
+
+def test_largest_batch_takes_the_bus_of_a_device(run):
+    """Weights on the host are fetched over it: without a host no batch fits, and the plan that is written has its copies."""
+    checkmate.write(weighted(4, weight=2**30), "weighted.graph.json")
+    asked = ("max-batch", "weighted.graph.json", "--batch", "1", "--budget", "3GiB", "--max-overhead", "1e7", "--json")
+    assert run(*asked).code == 1
+    said = run(*asked, "--time-limit", "2", "--host", "8GiB", "--device", "H100").json
+    assert run("verify", said["graph"], said["plan"], "--budget", "3GiB").code == 0
+    assert checkmate.read(said["plan"]).host is not None
+    assert run(*asked, "--host", "8GiB").code == 2
 
 
 def test_explanation_adds_up_to_the_peak(run):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
+
 from checkmate import Graph, Op, Value
 
 
@@ -71,3 +73,32 @@ def transformer(layers: int, *, width: int = 64, tokens: int = 512) -> Graph:
     return Graph(
         tuple(tape.ops), tuple(tape.values), order, resident_bytes=layers * width * width * 48, name=f"transformer{layers}"
     )
+
+
+def layers(count: int, *, masks: bool = False) -> Graph:
+    """A chain of forward ops and its backward, each of which reads one of the forward; the masks cannot be made again."""
+    ops, values = [], []
+    for k in range(count):
+        ops.append(Op(f"f{k}", (k - 1,) if k else (), (k,), 100, recomputable=not masks))
+        values.append(Value(f"a{k}", 100))
+    for k in range(count):
+        reads = (count + k - 1, count - 1 - k) if k else (count - 1,)
+        ops.append(Op(f"b{k}", reads, (count + k,), 100, phase="backward"))
+        values.append(Value(f"g{k}", 100, kept=k == count - 1))
+    return Graph(tuple(ops), tuple(values), name="layers")
+
+
+def weighted(count: int, *, weight: int = 300, views: bool = False) -> Graph:
+    """`layers` whose forward and backward ops of a layer read a weight of it that is on the host, the forward through a view."""
+    graph = layers(count)
+    ops = [Op(f"w{k}", (), (k,), 0, recomputable=False) for k in range(count)]
+    values = [Value(f"w{k}", weight, on_host=True) for k in range(count)]
+    if views:
+        ops += [Op(f"w{k}.T", (k,), (count + k,), 0) for k in range(count)]
+        values += [Value(f"w{k}.T", 0, base=k) for k in range(count)]
+    first = len(values)
+    for k, op in enumerate(graph.ops):
+        read = k + count * views if k < count else 2 * count - 1 - k
+        inputs, outputs = (tuple(v + first for v in indices) for indices in (op.inputs, op.outputs))
+        ops.append(msgspec.structs.replace(op, inputs=(read, *inputs), outputs=outputs))
+    return Graph(tuple(ops), (*values, *graph.values), name="weighted")

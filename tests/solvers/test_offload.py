@@ -19,6 +19,7 @@ from checkmate.solvers.offload.placement import Reference, place
 from checkmate.solvers.offload.streams import prefetch
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from tests.solvers.generators import layers, weighted
 from tests.solvers.joint_brute_force import least_time
 from tests.strategies import random_copies, random_graph, random_host, with_host_values, with_more_kept, with_views_of_views
 
@@ -34,19 +35,6 @@ def tiny(seed: int, *, on_host: bool = False) -> Problem | None:
     graph = msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, replay_bytes=0) for op in graph.ops))
     most, least = checkmate.core.budget.keep_all_bytes(graph), floor(graph, copies=True).peak_bytes
     return None if least >= most else Problem(graph, rng.randint(least, most - 1), host=random_host(rng))
-
-
-def layers(count: int, *, masks: bool = False) -> Graph:
-    """A chain of forward ops and its backward, each of which reads one of the forward; the masks cannot be made again."""
-    ops, values = [], []
-    for k in range(count):
-        ops.append(checkmate.Op(f"f{k}", (k - 1,) if k else (), (k,), 100, recomputable=not masks))
-        values.append(checkmate.Value(f"a{k}", 100))
-    for k in range(count):
-        reads = (count + k - 1, count - 1 - k) if k else (count - 1,)
-        ops.append(checkmate.Op(f"b{k}", reads, (count + k,), 100, phase="backward"))
-        values.append(checkmate.Value(f"g{k}", 100, kept=k == count - 1))
-    return Graph(tuple(ops), tuple(values), name="layers")
 
 
 def bounds_hold(problem: Problem, most_states: int = 40_000) -> tuple[int, float] | None:
@@ -234,22 +222,6 @@ def test_auto_plans_views_around_copies():
     assert copied.overhead == 1.0
 
 
-def weighted(count: int, *, weight: int = 300, views: bool = False) -> Graph:
-    """`layers` whose forward and backward ops of a layer read a weight of it that is on the host, the forward through a view."""
-    graph = layers(count)
-    ops = [checkmate.Op(f"w{k}", (), (k,), 0, recomputable=False) for k in range(count)]
-    values = [checkmate.Value(f"w{k}", weight, on_host=True) for k in range(count)]
-    if views:
-        ops += [checkmate.Op(f"w{k}.T", (k,), (count + k,), 0) for k in range(count)]
-        values += [checkmate.Value(f"w{k}.T", 0, base=k) for k in range(count)]
-    first = len(values)
-    for k, op in enumerate(graph.ops):
-        read = k + count * views if k < count else 2 * count - 1 - k
-        inputs, outputs = (tuple(v + first for v in indices) for indices in (op.inputs, op.outputs))
-        ops.append(msgspec.structs.replace(op, inputs=(read, *inputs), outputs=outputs))
-    return Graph(tuple(ops), (*values, *graph.values), name="weighted")
-
-
 FAST = HostMemory(10_000, 10**9, 10**10)
 """A weight takes 30 ns, an op 100."""
 
@@ -291,6 +263,15 @@ def test_the_host_need_not_hold_every_value_that_is_on_it(room):
     timeline = simulate(graph, result.plan)
     assert 0 < timeline.host_peak_bytes <= room
     assert result.peak_bytes <= budget
+
+
+def test_activations_are_copied_beside_fetched_weights():
+    """The host holds all weights and a third of the activations: the copies take the place of the dearest recomputations."""
+    graph, host = weighted(60, weight=50), HostMemory(60 * 50 + 2500, 10**9, 10**9)
+    result = solve(Problem(graph, 2500, host=host), limits=Limits(time_s=15, gap=0.02))
+    timeline = simulate(graph, result.plan)
+    assert result.gap <= 0.02
+    assert 0 < timeline.copied_bytes("out") <= timeline.host_peak_bytes <= host.bytes
 
 
 def test_a_refusal_names_a_budget_that_fetches_keep():

@@ -16,6 +16,7 @@ from checkmate import (
     BruteForce,
     Graph,
     GraphError,
+    HostMemory,
     InfeasibleBudgetError,
     Limits,
     OptionError,
@@ -31,8 +32,9 @@ from checkmate import (
 )
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.session import Session
-from tests.solvers.generators import transformer
-from tests.strategies import random_graph
+from tests.solvers.generators import transformer, weighted
+from tests.solvers.joint_brute_force import least_time
+from tests.strategies import random_graph, random_host, with_host_values
 
 QUICK = Limits(time_s=20.0, gap=0.0)
 
@@ -261,3 +263,38 @@ def test_what_keeps_everything_is_found_without_a_search(budget_bytes: int) -> N
     found = max_batch(steps, budget_bytes=budget_bytes, solver=Idle(), limits=QUICK)
     keeps = [batch for batch in range(1, 100) if keep_all_bytes(steps(batch)) <= budget_bytes]
     assert found.batch >= keeps[-1] and found.result.peak_bytes <= budget_bytes
+
+
+def test_no_batch_above_the_bound_has_a_plan_with_copies():
+    """A sweep over every batch by brute force, of tiny steps whose weights may be fetched."""
+    compared = closed = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        small = with_host_values(rng, random_graph(rng, max_ops=3, views=False), views=False)
+        small = msgspec.structs.replace(small, ops=tuple(msgspec.structs.replace(op, replay_bytes=0) for op in small.ops))
+        graph_at, host = AffineGraph.proportional(small), random_host(rng)
+        budget, max_overhead = keep_all_bytes(graph_at(rng.randint(1, 3))), rng.choice([1.1, 1.5, 3.0])
+        try:
+            best = {batch: least_time(Problem(graph_at(batch), budget, host=host), 3000) for batch in range(1, 9)}
+            found = max_batch(graph_at, budget_bytes=budget, max_overhead=max_overhead, host=host, limits=QUICK)
+        except (MemoryError, GraphError, PlanNotFoundError):  # a step may not grow with its batch
+            continue
+        true = [b for b, plan in best.items() if plan is not None and plan[0] <= limit(graph_at(b), max_overhead)]
+        assert max(true) <= found.upper_bound, (seed, found, true)
+        assert found.batch > 8 or found.batch in true, (seed, found, true)
+        assert validate(graph_at(found.batch), found.plan, budget, host=host) == ()
+        compared += 1
+        closed += found.batch == max(true)
+    assert compared > 15 and closed > compared // 2
+
+
+def test_weights_are_fetched_and_a_small_batch_may_be_too_slow():
+    """Copies of weights take as long at any batch: the ops of four rows hide them, and the step of one row waits."""
+    graph_at, host = AffineGraph.proportional(weighted(8, weight=1000)), HostMemory("1GiB", 10**9, 2 * 10**9)
+    limits = Limits(time_s=2.0, gap=0.1)
+    with pytest.raises(InfeasibleBudgetError):
+        max_batch(graph_at, budget_bytes=4000, max_overhead=1.3, limits=limits)
+    found = max_batch(graph_at, budget_bytes=4000, max_overhead=1.3, limits=limits, host=host)
+    assert found.batch >= 4 and found.plan.host is not None
+    assert found.result.overhead <= 1.3 and found.result.peak_bytes <= 4000
+    assert solve(Problem(graph_at(1), 4000, host=host), limits=limits).bound > 1.3 * graph_at(1).cost

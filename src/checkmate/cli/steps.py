@@ -219,7 +219,7 @@ def _next(answer: checkmate.torch.Fits, target: str, out: Path | None) -> str:
         return f"plan it with `checkmate plan {out} --budget {answer.available_bytes}`"
     if answer:
         return f"write the graph with `checkmate fits {target} ... --out step.graph.json`"
-    return "try a smaller batch, or another --optimizer, --memory or --device"
+    return "try a smaller batch, --host for frozen weights, or another --optimizer, --memory or --device"
 
 
 def _fits_data(answer: checkmate.torch.Fits, out: Path | None) -> dict[str, Any]:

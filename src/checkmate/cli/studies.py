@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from checkmate.cli import files, terminal
-from checkmate.cli.options import Amounts, Count, Search, format_share
+from checkmate.cli.options import Amounts, Copies, Count, Search, format_share
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
@@ -152,6 +152,7 @@ def max_batch(
     *,
     batches: Batches,
     search: Search = Search(),
+    copies: Copies = Copies(),
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
@@ -165,6 +166,7 @@ def max_batch(
         large: Graph file of the same step at a larger batch size.
         batches: The captured batches, and the limits of the plan at the largest one.
         search: The solver, and when it stops.
+        copies: The host that values are copied to.
         out: Plan file to write, with the graph at that batch next to it; by default the name comes from graph and batch.
         json: Print one JSON object on stdout.
     """
@@ -178,6 +180,7 @@ def max_batch(
             max_overhead=batches.max_overhead,
             limits=search.limits(),
             solver=by_name(search.solver),
+            host=copies.memory(),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
         )
     paths = _written(out, small, found.batch)

@@ -53,14 +53,15 @@ class AffineGraph:
 
     @classmethod
     def proportional(cls, graph: Graph, batch: int = 1) -> AffineGraph:
-        """A graph whose sizes and costs are proportional to the batch, with constant resident bytes.
+        """A graph whose sizes and costs are proportional to the batch, with constant resident bytes and weights on the host.
 
         Args:
             graph: Graph at one batch size.
             batch: That batch size.
         """
         double = combined([graph], lambda sizes: 2 * sizes[0], lambda costs: 2 * costs[0])
-        double = msgspec.structs.replace(double, resident_bytes=graph.resident_bytes)
+        values = tuple(a if a.on_host else b for a, b in zip(graph.values, double.values, strict=True))
+        double = msgspec.structs.replace(double, resident_bytes=graph.resident_bytes, values=values)
         return cls(graph, batch, double, 2 * batch)
 
     def __call__(self, batch: int) -> Graph:

@@ -15,12 +15,12 @@ import msgspec
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import HostMemory, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.solvers.auto import Auto
-from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.bounds.floor import Floor, floor
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import check_growing, check_same_structure
@@ -65,6 +65,7 @@ def max_batch(
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     size_name: str = "batch",
+    host: HostMemory | None = None,
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
 
@@ -78,7 +79,8 @@ def max_batch(
     are affine, with slopes c' and l': if c' is at least l' for all these plans, c(b') = c(b) + (b' - b) c' is above
     l(b') too. The condition on c' is proven like the one on c(b), by a bound with the slopes as costs; if costs are
     proportional to the batch, it is the same bound. Structure and sizes are checked at every batch that is examined;
-    affine costs are checked at b, 2b and 3b.
+    affine costs are checked at b, 2b and 3b. With a host only bounds from memory exclude a batch: copies of weights take as long
+    at any batch, so that a step may be too slow at a small batch and not at a larger one.
 
     Args:
         graph_at: The graph at a batch size, like an `AffineGraph`. Sizes may not fall as the batch grows; costs must be affine
@@ -90,6 +92,7 @@ def max_batch(
         solver: The solver and its options; `Auto` by default.
         on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
         size_name: Name of the dimension in the reason for the upper bound, if it is not the batch.
+        host: Memory of the host to which values may be copied, and from which weights may be fetched.
 
     Returns:
         The largest batch found and the smallest upper bound proven; after Ctrl-C, those so far.
@@ -108,7 +111,7 @@ def max_batch(
         (8, 8)
     """
     limits = Limits() if limits is None else limits
-    problems = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
+    problems = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead), host)
     return _BatchSearch(
         problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None), size_name
     ).run()
@@ -129,10 +132,13 @@ def _factor(max_overhead: float | str) -> Fraction | None:
 class _BatchProblem:
     """Graphs by batch, checked against each other, and the limits on memory and cost."""
 
-    def __init__(self, graph_at: Callable[[int], Graph], budget_bytes: int, factor: Fraction | None) -> None:
+    def __init__(
+        self, graph_at: Callable[[int], Graph], budget_bytes: int, factor: Fraction | None, host: HostMemory | None
+    ) -> None:
         self.graph_at = graph_at
         self.budget_bytes = budget_bytes
         self.factor = factor
+        self.host = host
         self._seen: dict[int, Graph] = {}
 
     def graph(self, batch: int) -> Graph:
@@ -147,7 +153,11 @@ class _BatchProblem:
         return self._seen[batch]
 
     def problem(self, batch: int) -> Problem:
-        return Problem(self.graph(batch), self.budget_bytes)
+        return Problem(self.graph(batch), self.budget_bytes, host=self.host)
+
+    def floor(self, batch: int) -> Floor:
+        """Proven lower bound on the peak of every plan at a batch."""
+        return floor(self.graph(batch), copies=self.host is not None)
 
     def most(self, batch: int) -> int:
         """The limit on the cost of a plan at a batch."""
@@ -160,7 +170,7 @@ class _BatchProblem:
         return self.factor * graph.cost
 
     def fits(self, batch: int) -> bool:
-        return floor(self.graph(batch)).peak_bytes <= self.budget_bytes
+        return self.floor(batch).peak_bytes <= self.budget_bytes
 
     def rising(self, batch: int) -> Graph | None:
         """The graph at a batch; in place of each cost it has the rise of the cost to twice the batch.
@@ -228,8 +238,10 @@ class _BatchSearch:
         return keep_all_bytes(graph) <= self.problems.budget_bytes and graph.cost <= self.problems.most(batch)
 
     def _rounds(self) -> None:
-        for k in range(5):  # a search that finds no plan proves nothing, and another seed with more time may find one
-            self._bisect(self.upper if k == 0 else (self.batch + self.upper + 1) // 2)
+        # A search that finds no plan proves nothing, and another seed with more time may find one. Nor does it say with a host on
+        # which side of its batch others fit: each bisection begins elsewhere.
+        for share in (1.0, 0.75, 0.5, 0.875, 0.625):
+            self._bisect(self.batch + math.ceil(share * (self.upper - self.batch)))
             if self.batch == self.upper or self.left_s() <= 0:
                 break
             self.slice_s *= 2
@@ -253,7 +265,7 @@ class _BatchSearch:
                     hint="let `graph_at` return graphs whose sizes grow with the batch",
                 )
         high = bisect_left(range(high), True, low + 1, key=lambda batch: not problems.fits(batch))
-        return high - 1, f"at {self.size_name} {high}, {floor(problems.graph(high)).why}"
+        return high - 1, f"at {self.size_name} {high}, {problems.floor(high).why}"
 
     def _bisect(self, guess: int) -> None:
         low, high = self.batch, self.upper
@@ -281,7 +293,7 @@ class _BatchSearch:
 
     def _exclude(self, batch: int) -> None:
         """Try to prove that a batch, and every larger one, is too large."""
-        if batch > self.upper:
+        if batch > self.upper or self.problems.host is not None:  # these cuts are for plans without copies
             return
         most = self.problems.most(batch)
         bound = self._cut_bound(self.problems.problem(batch), self._limits(most))
@@ -290,8 +302,8 @@ class _BatchSearch:
 
     def _holds_above(self, batch: int, bound: float) -> bool:
         """Whether a bound above the limit at a batch excludes every larger batch too."""
-        if math.isinf(bound):
-            return True
+        if math.isinf(bound) or self.problems.host is not None:
+            return math.isinf(bound)
         graph, rising = self.problems.graph(batch), self.problems.rising(batch)
         if rising is None:
             return False
@@ -321,7 +333,7 @@ class _BatchSearch:
         return replace(self.limits, time_s=time_s, seed=self.seed, target_cost=most)
 
     def _infeasible(self) -> InfeasibleBudgetError:
-        lowest = floor(self.problems.graph(1))
+        lowest = self.problems.floor(1)
         budget = format_bytes(self.problems.budget_bytes)
         return InfeasibleBudgetError(
             f"not even a batch of one keeps {budget}: no plan of any order takes less than {format_bytes(lowest.peak_bytes)}: "

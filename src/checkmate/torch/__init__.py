@@ -24,7 +24,7 @@ from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.forecast.fits import fits
 from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.options import FitsOptions, ForecastOptions, GraphOptions, Options, StepOptions
+from checkmate.torch.options import ForecastOptions, GraphOptions, Options, StepOptions
 from checkmate.torch.partition.check_peak import SplitError
 from checkmate.torch.step.planned_step import PlannedStep, Saved, StepExplanation, explain, last_plan
 from checkmate.torch.step.region_policy import checkpoint_regions, context_fn, region_policy
@@ -35,7 +35,6 @@ from checkmate.torch.steps.program import LateGradientError
 __all__ = [
     "CommonOptions",
     "Fits",
-    "FitsOptions",
     "ForecastOptions",
     "GraphBreakError",
     "GraphOptions",

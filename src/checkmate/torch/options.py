@@ -129,18 +129,10 @@ class ForecastOptions(TracedOptions, total=False):
         autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
         time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
             three traces; searches without any time left are skipped, with a remark.
-    """
-
-    whole: bool | None
-
-
-class FitsOptions(ForecastOptions, total=False):
-    """Options of `checkmate.torch.fits`.
-
-    Attributes:
         host: Memory of the host that values may be copied to, and from which frozen weights may be fetched.
     """
 
+    whole: bool | None
     host: Amount | None
 
 

@@ -46,6 +46,18 @@ class Labelled(nn.Module):
         return tokens_loss(self.net(input_ids), labels)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(256, 256).requires_grad_(False)
+        self.down, self.up = nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.base(x) + self.up(self.down(x)))
+
+
 def tokens_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(prediction.flatten(0, 1), y.flatten())
 
@@ -131,7 +143,7 @@ def test_a_step_after_the_backward_counts() -> None:
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(InfeasibleBudgetError, match="the optimizer's step needs"):
-        largest_batch(model, nn.functional.mse_loss, optimizer, example=(torch.ones(1, 512),) * 2, budget="1.5MiB", whole=False)
+        largest_batch(model, nn.functional.mse_loss, optimizer, example=(torch.ones(1, 512),) * 2, budget="850KiB", whole=False)
 
 
 def test_an_example_without_a_common_size_is_refused() -> None:
@@ -181,3 +193,30 @@ def test_an_example_keeps_its_memory_format_at_every_size() -> None:
     for size in (None, 8):
         (resized,) = _resized((x,), 0, size)
         assert resized.is_contiguous(memory_format=torch.channels_last) and resized.shape[1:] == x.shape[1:]
+
+
+@pytest.mark.usefixtures("nothing_else")
+def test_weights_that_exceed_the_budget_are_fetched() -> None:
+    """Frozen ones need not stay on the device: the plan that is returned runs within the budget, to the plain step's bits."""
+    loss, x = nn.functional.mse_loss, torch.randn(16, 256)
+
+    def adapted() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Adapted() for _ in range(4)))
+        return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+
+    (model, optimizer), (plain, updates) = adapted(), adapted()
+    budget = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - 2**18
+    given: dict[str, Any] = {"budget": budget, "host": "1GiB"}
+    found = largest_batch(model, loss, optimizer, example=(x, x), **given, time_limit_s=3, max_overhead=20.0)
+    assert found.batch > 16
+    assert found.plan.host is not None
+    batch = (torch.randn(found.batch, 256),) * 2
+    step = checkmate.torch.compile(model, loss, optimizer, example=batch, plan=found.plan, **given)
+    for _ in range(2):
+        expected = loss(plain(batch[0]), batch[1])
+        expected.backward()
+        updates.step()
+        updates.zero_grad()
+        assert torch.equal(step(*batch)[1], expected)
+    assert total(step, *batch) <= budget  # without weights that are there when it begins, and that it may free

@@ -74,40 +74,46 @@ class Joint:
             self._try(everything, references[0], 60)
             if self.session.done:
                 return
-        for chosen in dict.fromkeys([*self._prove_and_choose(references[0]), everything]):
-            for reference in references:
+        sets = dict.fromkeys([*self._prove_and_choose(references[0]), everything])
+        for reference in references:
+            for chosen in sets:
                 self._try(chosen, reference, 60)
                 if self.session.done:
                     return
         self._improve()
 
     def _references(self) -> list[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once."""
-        plan, orders = self.session.plan, list[tuple[int, ...]]()
-        if plan is not None:
-            known = tuple(self.fold.apply_order(plan.order))
-            orders = [*([known] if plan.host is None else []), tuple(dict.fromkeys(known))]
-        every = starts(self.streams.problem, self.session.limits.seed, self.session.time_up)
-        orders += (start.order for start in every if not start.on_demand)
+        """Times of the best plan so far, and of orders that compute every op once; after fetches only of that plan's order."""
+        plan, best, orders = self.session.plan, self.best, list[tuple[int, ...]]()
+        if plan is not None and best is not None:
+            alone = not any(isinstance(step, Offload) for step in plan.steps)
+            orders = [*([best.order] if alone else []), tuple(dict.fromkeys(best.order))]
+        if not orders or not self.streams.ops:
+            every = starts(self.streams.problem, self.session.limits.seed, self.session.time_up)
+            orders += (start.order for start in every if not start.on_demand)
         return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
 
     def _stream(self, reference: Reference) -> None:
-        """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one."""
+        """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one.
+
+        Half of the time is left for the bound and the other searches.
+        """
         grid = {
             "share": (1.0, 0.75, 0.5, 0.25, 0.0),
             "price": (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),
             "ring": (0.0, 0.01, 0.02, 0.05, 0.1, 0.2),
+            "last": (False, True),
         }
         found = {self.streams: self._search(frozenset(), [], reference, 60)}
-        best, stale = self.streams, 0
+        best, stale, until = self.streams, 0, self.session.elapsed_s() + 0.5 * self.session.left_s()
         while stale < len(grid) and not self.session.done:
             for name, values in grid.items():
                 stale += 1
                 for near in [replace(best, **{name: value}) for value in values]:
-                    if near not in found:
+                    if near not in found and self.session.elapsed_s() <= until:
                         self.streams = near
                         found[near] = self._search(frozenset(), [], reference, 60)
-                    cost, least = found[near], found[best]
+                    cost, least = found.get(near), found[best]
                     if cost is not None and (least is None or cost < least):
                         best, stale = near, 0
         self.streams = best
@@ -165,7 +171,7 @@ class Joint:
 
     def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
         """Search with the copies of a set placed for each speed of the bus, hidden copies first."""
-        before = None if self.streams.ops else list[Placed]()
+        chosen, before = self._held(chosen & reference.gaps.keys()), None if self.streams.ops else list[Placed]()
         for speed in (1.0, 1.3, 2.0, 4.0, 1e9):
             if self.session.done:
                 return
@@ -176,6 +182,15 @@ class Joint:
             cost = self._search(frozenset(p.value for p in placed), placed, reference, decodes)
             if cost is not None and speed > 1 and (self.best is None or cost > self.best.cost):
                 return
+
+    def _held(self, chosen: frozenset[int]) -> frozenset[int]:
+        """The values of a set that the host can hold beside the fetched ones, those that take longest for their bytes first."""
+        left, held = self.host.bytes - self.streams.fetched_bytes, list[int]()
+        for v in sorted(chosen, key=lambda v: (-self.graph.ops[self.graph.producer[v]].cost / self.size[v], v)):
+            if self.size[v] <= left:
+                held.append(v)
+                left -= self.size[v]
+        return frozenset(held)
 
     def _search(self, chosen: frozenset[int], placed: list[Placed], reference: Reference, decodes: int) -> int | None:
         end = len(self.graph.ops)

@@ -35,6 +35,7 @@ class Streams:
         share: Share of the bytes left by kept values that values on the device take when the step begins.
         price: Cost of a copy in the search, as a share of its time: low if the bus idles, high if the step waits for it.
         ring: Share of the budget above resident bytes that the search leaves free for copies under way.
+        last: Whether values that are read last, not first, are on the device when the step begins.
     """
 
     folded: Problem
@@ -42,6 +43,7 @@ class Streams:
     share: float = 0.0
     price: float = 0.1
     ring: float = 0.0
+    last: bool = False
 
     @cached_property
     def ops(self) -> dict[int, int]:
@@ -54,7 +56,12 @@ class Streams:
     @cached_property
     def stay(self) -> list[int]:
         """Ops of the values that are never fetched, since the host does not hold all."""
-        return self._first(sum(self._size(o) for o in self.ops) - self.host.bytes, up_to=False)
+        return self._first(sum(self._size(o) for o in self._read) - self.host.bytes, up_to=False)
+
+    @cached_property
+    def fetched_bytes(self) -> int:
+        """The most bytes on the host of values that a plan may fetch."""
+        return sum(self._size(o) for o in self._read if o not in self.stay)
 
     @cached_property
     def there(self) -> list[int]:
@@ -66,11 +73,16 @@ class Streams:
 
     def _first(self, most_bytes: float, *, up_to: bool) -> list[int]:
         chosen: list[int] = []
-        for o in self.ops:
+        for o in self._read:
             if most_bytes > 0 and (not up_to or self._size(o) <= most_bytes):
                 chosen.append(o)
                 most_bytes -= self._size(o)
         return chosen
+
+    @property
+    def _read(self) -> list[int]:
+        """Ops of the values that another op reads: the others need not be on the device at all."""
+        return [o for o, v in self.ops.items() if self.folded.graph.readers[v]][:: -1 if self.last else 1]
 
     def _size(self, o: int) -> int:
         return self.folded.graph.values[self.ops[o]].size_bytes

@@ -24,12 +24,12 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_batch import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import FitsOptions, fields_of
+from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
 
-@takes_options(FitsOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
+@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
 def fits(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -40,7 +40,7 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
-    **options: Unpack[FitsOptions],
+    **options: Unpack[ForecastOptions],
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
 
@@ -58,7 +58,7 @@ def fits(
         memory: Memory of the device, in place of the amount in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, for example the sequence; its largest size is also searched.
-        options: Further options; `FitsOptions` describes them.
+        options: Further options; `ForecastOptions` describes them.
 
     Returns:
         The report; true if the step fits.
@@ -147,7 +147,7 @@ class _Forecast:
             parameter_bytes=step.parameter_bytes,
             state_bytes=step.state_bytes,
             keep_all_bytes=step.keep_all_bytes,
-            smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
+            smallest_bytes=max(min(smallest.peak_bytes, (result or smallest).peak_bytes), step.update_bytes),
             floor_bytes=floor_bytes,
             why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
@@ -170,8 +170,6 @@ class _Forecast:
             remarks.append(f"nothing was measured: no {name} was used; {there}")
         if self.step.stateless:
             remarks.append(f"the state that {self.step.stateless} makes at its first step is not known, and counts as nothing")
-        if self.tracer.host is not None:
-            remarks.append("the largest sizes are those without copies from the host")
         if target.cpu_only:
             names = ", ".join(sorted(target.cpu_only))
             remarks.append(f"{target.cpu_only.total()} ops exist on CPUs alone, and {name} has others: {names}")

@@ -10,8 +10,10 @@ from fractions import Fraction
 from typing import Literal, Unpack
 
 import torch
+from msgspec import structs
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Limits, Result
@@ -19,11 +21,11 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.options import TIME_LIMIT_S, takes_options
-from checkmate.frontend.planner import result_of_order
 from checkmate.studies.affine import AffineGraph, check_same_structure, combined
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.options import ForecastOptions, fields_of
+from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.step.arguments import Example, Loss
 from checkmate.torch.step.recipe import StepRecipe
 
@@ -72,7 +74,7 @@ class LargestBatch:
     __str__ = render
 
 
-@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S)
+@takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
 def largest_batch(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -122,7 +124,9 @@ def largest_batch(
     until = began + options.get("time_limit_s", 2 * TIME_LIMIT_S)
     budget_bytes = parse_bytes(budget)
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example, "clip_norm": clip_norm}
-    tracer = DeviceTracer(StepRecipe(**given, **fields_of(StepRecipe, options)), until)
+    host = options.get("host")
+    recipe = StepRecipe(**given, **fields_of(StepRecipe, options), on_host=host is not None)
+    tracer = DeviceTracer(recipe, until, host=None if host is None else measured_host(recipe.device, parse_bytes(host)))
     _check_size(tracer, 0, "all tensors of the example need the batch as first dimension")
     if sequence_dim is not None:
         _check_size(tracer, sequence_dim, "give the dimension in which all tensors have the sequence length, usually 1")
@@ -226,6 +230,7 @@ class SizeSearch:
             limits=Limits(time_s=tracer.share_s(0.6)),  # the rest is for the trace that confirms the size
             max_overhead=self.max_overhead,
             size_name="length" if self.name == "sequence" else self.name,
+            host=tracer.host,
         )
         # On an emulated device, attention pads other lengths to multiples of 8 by separate ops.
         if self.name == "sequence" and found.batch > _ROWS and tracer.target is not None:
@@ -238,10 +243,10 @@ class SizeSearch:
         for _ in range(2):
             graph = self._graph(size)
             check_same_structure(traces[large], large, graph, size)
-            peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
+            plan = structs.replace(found.plan, graph_digest=graph.digest)
+            peak = simulate(graph, plan).peak_bytes
             if peak <= self.available_bytes:
-                result = result_of_order(graph, found.plan.order)
-                return replace(found, batch=size, plan=result.plan, result=result)
+                return replace(found, batch=size, plan=plan, result=evaluate(graph, plan))
             size = size * self.available_bytes // peak
             if peak > 1.02 * self.available_bytes or size < 1:
                 break

@@ -225,8 +225,8 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
             if self.clip_norm is not None:
                 _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-            apart = self.on_host and self._device.type != "cpu"
-            traced = functools.partial(traced_on, self._device, is_frozen) if apart else nullcontext
+            apart = self.on_host and self.device.type != "cpu"
+            traced = functools.partial(traced_on, self.device, is_frozen) if apart else nullcontext
             return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True, traced=traced)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
@@ -255,7 +255,7 @@ class StepRecipe:
             return program
         if dtype not in (torch.bfloat16, torch.float16):
             raise OptionError(f"autocast={dtype!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16")
-        device_type = self._device.type
+        device_type = self.device.type
 
         def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
             with torch.autocast(device_type, dtype):
@@ -264,7 +264,7 @@ class StepRecipe:
         return with_unique_code(autocast)
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the step: of the batch and of all that is trained."""
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
         tensors += [p for p in self.model.parameters() if p.requires_grad]

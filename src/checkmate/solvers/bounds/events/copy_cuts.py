@@ -75,8 +75,7 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     at_least({after: 1.0}, columns, -costs, (m.cost[t] + m.cost[below].sum()) / m.total)
     at_least({before: 1.0}, none, no_cost, m.cost[above].sum() / m.total)
     size = m.size[values].astype(np.float64)
-    room = host.bytes * (1 + BUDGET_SLACK) / max(1, host.bytes)
-    builder.add_row(fetched, size / max(1, host.bytes), high=room)
+    _add_host(cut, values, fetched, host)
     copy_in = np.array([host.in_ns(int(s)) for s in size]) / m.total
     there = np.array([x.on_host for x in m.problem.graph.values])
     copy_out = np.array([0 if there[v] else host.out_ns(int(m.size[v])) for v in values]) / m.total
@@ -93,12 +92,13 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
         at_least({before: 1.0}, fetched[made], -copy_out[made], (m.cost[j] + m.cost[ahead].sum()) / m.total)
     at_least({before: 1.0}, fetched, -copy_out, 0.0)
     if there.any():
-        _add_streams(cut, (before, after), np.flatnonzero(there), np.array([host.in_ns(int(s)) for s in m.size]) / m.total)
+        _add_streams(cut, (before, after), np.flatnonzero(there), host)
 
 
-def _add_streams(cut: CutBuilder, times: tuple[int, int], frozen: Ints, copy_in: Floats) -> None:
+def _add_streams(cut: CutBuilder, times: tuple[int, int], frozen: Ints, host: HostMemory) -> None:
     """Columns of R and f, and their rows: of values that are on the host before the step."""
     m, builder, (t,), (before, after) = cut.model, cut.builder, cut.cuts, times
+    copy_in = np.array([host.in_ns(int(s)) for s in m.size]) / m.total
     above, _ = m.sides(t)
     begun, early = builder.add_columns(np.zeros(len(frozen))), builder.add_columns(np.zeros(len(frozen)))
     copies, fetched = copy_in[frozen], np.flatnonzero(cut.fetched >= 0)
@@ -115,6 +115,8 @@ def _add_streams(cut: CutBuilder, times: tuple[int, int], frozen: Ints, copy_in:
     builder.add_row(begun, m.size[frozen] / max(1, cut.budget), high=most)
     moved = np.concatenate([copies, copy_in[fetched]])
     _at_least(builder, {before: 1.0, after: 1.0}, np.concatenate([early, cut.fetched[fetched]]), -moved, 0.0)
+    away = np.setdiff1d(fetched, frozen)  # the host holds their copies at the event, and all weights that are ever fetched
+    _add_host(cut, np.concatenate([frozen, away]), np.concatenate([early, cut.fetched[away]]), host)
     for j in _some(np.flatnonzero(above)):
         ahead, following = m.sides(j)
         readers = ahead.copy()
@@ -122,6 +124,12 @@ def _add_streams(cut: CutBuilder, times: tuple[int, int], frozen: Ints, copy_in:
         needed = np.isin(frozen, m.edge_value[readers[m.edge_op]])
         passed = (m.cost[j] + m.cost[following & above].sum()) / m.total
         _at_least(builder, {before: 1.0}, early[needed], -copies[needed], passed)
+
+
+def _add_host(cut: CutBuilder, values: Ints, columns: Ints, host: HostMemory) -> None:
+    """One row: the values whose columns are 1 are on the host at one time."""
+    unit = max(1, host.bytes)
+    cut.builder.add_row(columns, cut.model.size[values] / unit, high=host.bytes * (1 + BUDGET_SLACK) / unit)
 
 
 def _at_least(builder: ProgramBuilder, times: dict[int, float], columns: Ints, entries: Floats, low: float) -> None:
