@@ -220,6 +220,24 @@ def test_a_train_step_of_the_model_is_planned(kind):
     both(make, history())
 
 
+def test_a_step_is_traced_once():
+    """Slots made in the trace would be conditionals in it, and trace the step again: half of the time before the first step."""
+    traced: list[int] = []
+
+    class Counting(Penalised):
+        def train_step(self, data: Any) -> Any:
+            traced.append(1)
+            return super().train_step(data)
+
+    inner = cnn()
+    model = Counting(inner.input, inner.output)
+    compiled(model, optimizer=keras.optimizers.Adam(amsgrad=True))
+    capture(model, (IMAGES, CLASSES), costs="estimated")
+    assert traced == [1]
+    assert len(model.optimizer.variables) == 2 + 3 * len(model.trainable_variables)
+    assert not any(v.numpy().any() for v in model.optimizer.variables[2:])
+
+
 def test_texts_are_planned_although_strings_have_no_sizes():
     """Ops on strings lose the number of examples: what follows counts as for the batch, and is planned."""
     texts = np.array([[f"word{i} and word{i % 7} there"] for i in range(64)])

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
-from checkmate.tf2._compat import inlined_functions
+from checkmate.tf2._compat import created_outside, inlined_functions
 
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
@@ -180,6 +180,7 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
             for optimizer in _optimizers(model):
                 shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
             shadows.enter_context(inlined_functions())
+            shadows.enter_context(tf.variable_creator_scope(created_outside))
             results = step(*batch)
         marks.find_backward()
         return results
