@@ -399,12 +399,45 @@ def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():
         model.fit(dataset(), shuffle=False, verbose=0)
 
 
-def test_ragged_batches_are_refused():
-    """Their sizes are data."""
-    model = cnn()
-    with pytest.raises(OptionError, match="RaggedTensor") as caught:
-        capture(model, (tf.ragged.constant([[1.0], [2.0, 3.0]]), CLASSES[:2]))
-    assert "to_tensor" in caught.value.hint
+class Tokens(keras.Model):
+    """Convolutions over texts of any length, given as ragged tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = layers.Embedding(100, 16)
+        self.convolutions = [layers.Conv1D(16, 5, padding="same", activation="gelu") for _ in range(3)]
+        self.classes = layers.Dense(2, activation="softmax")
+
+    def call(self, tokens: Any) -> Any:
+        x = self.embedding(tokens.to_tensor() if isinstance(tokens, tf.RaggedTensor) else tokens)
+        for convolution in self.convolutions:
+            x = convolution(x)
+        return self.classes(tf.reduce_max(x, 1))
+
+
+def test_ragged_batches_are_planned_by_the_sizes_of_the_first():
+    """No shape says how long the longest text is; the step says it when it runs, and the budget counts it."""
+    lengths = [1 + (7 * i) % 48 for i in range(32)]
+    tokens = tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths)) % 100, lengths)
+    data = tf.data.Dataset.from_tensors((tokens, np.arange(32) % 2))
+    left = []
+    for budget in (None, "70%"):
+        keras.utils.set_random_seed(0)
+        model = Tokens()
+        compiled(model)
+        planned = None if budget is None else fit_within(model, budget, time_limit_s=2)
+        with grappler_off():
+            model.fit(data, epochs=2, verbose=0, shuffle=False)
+        left.append(bits(model))
+    assert left[0] == left[1]
+    assert planned is not None
+    assert planned.budget_bytes is not None
+    assert planned.measured_bytes is not None
+    assert planned.measured_bytes <= planned.budget_bytes
+    graph = capture(model, next(iter(data)))
+    convolved = [graph.values[v].size_bytes for op in graph.ops if op.kind == "Conv2D" for v in op.outputs]
+    assert convolved == 3 * [pytest.approx(32 * max(lengths) * 16 * 4, rel=0.1)]  # with a scratch that is freed after the op
+    assert graph.resident_bytes > sum(lengths) * 4
 
 
 class OwnFunction(keras.Model):

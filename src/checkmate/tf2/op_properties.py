@@ -93,10 +93,16 @@ def tensor_bytes(tensor: tf.Tensor) -> int:
     return max((tensor_bytes(t) for t in tensor.op.inputs), default=0)
 
 
+def is_open(tensor: tf.Tensor) -> bool:
+    """Whether the bytes of a tensor are known only when a step runs: a tensor list, or a size that depends on the data."""
+    empty = tensor.dtype in (tf.resource, tf.string) or tensor.op.type in _RESERVE
+    return tensor.dtype == tf.variant or not (empty or tensor.shape.is_fully_defined())
+
+
 def _examples(graph: Any) -> int | None:
     """Number of examples in the batch of a traced step: the first dimension of its first input that has one."""
     shapes = (t.shape.as_list() for t in graph.inputs if t.dtype != tf.resource and t.shape.rank)
-    return next((shape[0] for shape in shapes), None)
+    return next((shape[0] for shape in shapes if shape[0] is not None), None)
 
 
 def output_bytes(op: tf.Operation) -> int:

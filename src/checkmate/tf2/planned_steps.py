@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -118,18 +118,25 @@ class _Search:
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
-        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials.trials))
+        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
         self.error = failure or self.error
         best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2)
         return None if best is None else best.outcome
 
-    def _hopeless(self, trials: Sequence[Trial[Any]]) -> bool:
-        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials."""
-        near = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes)
-        if trials[-1].within(int(near)) and len(trials) < 3:
+    def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
+        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
+
+        A smallest plan that does not is a trial itself.
+        """
+        near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
+        if trials.trials[-1].within(int(near)) and tried < 3:
             return False
-        needed = self.smallest.needed_bytes
-        return needed > near or (needed > self.budget_bytes and len(trials) >= 3)
+        smallest = self.smallest
+        if smallest.needed_bytes > (near if tried < 3 else self.budget_bytes):
+            return True
+        if all(trial.outcome is not smallest for trial in trials.trials):
+            trials.record(self._try(smallest.result.peak_bytes, smallest.result))
+        return False
 
     def refusal(self) -> InfeasibleBudgetError:
         """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""
@@ -317,15 +324,13 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
     Missing labels or weights are None or an empty optional.
     """
     data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
-    for leaf in tf.nest.flatten(data):
-        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            raise OptionError(
-                f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
-                hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
-            )
-    leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
-    specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
-    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None]
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    leaves = [
+        leaf if leaf is None or isinstance(leaf, composite) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)
+    ]
+    specs = [None if leaf is None else tf.type_spec_from_value(leaf) for leaf in leaves]
+    flat = tf.nest.flatten(leaves, expand_composites=True)
+    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in flat if leaf is not None]
 
 
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:

@@ -29,7 +29,15 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, capture_trace
-from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
+from checkmate.tf2.op_properties import (
+    OPAQUE,
+    estimate_ns,
+    is_open,
+    makes_constant,
+    output_bytes,
+    static_shape_values,
+    tensor_bytes,
+)
 from checkmate.tf2.peak import default_device, has_memory_stats, reserve, restored
 from checkmate.tf2.trace import Trace
 
@@ -174,35 +182,42 @@ def _workspace_bytes(run: Callable[[], Any]) -> int:
 
 
 def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -> Capture:
-    """The same step with measured costs, workspaces and outputs of the ops whose inside is not in the graph.
+    """The same step with measured costs, workspaces and outputs of the ops that no shape or single run describes.
 
     The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored
-    afterwards, unless an earlier process has measured the same graph.
+    afterwards, unless an earlier process has measured the same graph, and no size depends on the data.
     """
-    opaque = [o for o, op in enumerate(capture.members) if op.type in OPAQUE or any(t.dtype == tf.variant for t in op.outputs)]
+    members, graph = capture.members, capture.graph
+    unsized = [o for o, op in enumerate(members) if any(map(is_open, (*op.inputs, *op.outputs)))]
+    opaque = sorted({*unsized, *(o for o, op in enumerate(members) if op.type in OPAQUE)})
     if not opaque or not has_memory_stats(default_device()):
         return capture
     store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
-    keys = {o: f"{o} of {capture.graph.digest} {environment()}" for o in opaque}
-    known = store.get(keys.values())
+    keys = {o: f"{o} of {graph.digest} {environment()}" for o in opaque}
+    data = synthetic_batch(capture.trace.arguments) if batch is None else batch
+    by_data = any(t.dtype != tf.variant and is_open(t) for o in unsized for t in members[o].outputs)
+    known = {} if by_data else store.get(keys.values())
     if len(known) < len(keys):
         try:
-            measured = _measure_opaque(capture, opaque, synthetic_batch(capture.trace.arguments) if batch is None else batch)
+            measured = _measure_opaque(capture, opaque, data)
         except tf.errors.ResourceExhaustedError:
             _log.warning("loops and nested functions could not be measured: a step that keeps everything does not fit")
             return capture
-        store.add({keys[o]: cost for o, cost in measured.items()})
-        known = {keys[o]: cost for o, cost in measured.items()} | store.get(keys.values())
-    ops, values = list(capture.graph.ops), list(capture.graph.values)
+        known |= {keys[o]: cost for o, cost in measured.items()}
+        store.add(known)
+    ops, values = list(graph.ops), list(graph.values)
     for o, key in keys.items():
         cost, workspace_bytes, retained = known[key]
         ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
-        member = capture.members[o]
-        lists = [v for v, tensor in zip(ops[o].outputs, member.outputs, strict=True) if tensor.dtype == tf.variant]
-        share, rest = divmod(max(0, retained - output_bytes(member)), len(lists) or 1)
-        for i, v in enumerate(lists):  # the backward loop reads them together
+        outputs = [(v, t) for v, t in zip(ops[o].outputs, members[o].outputs, strict=True) if values[v].base is None]
+        unknown = [v for v, t in outputs if is_open(t)]
+        share, rest = divmod(max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t))), len(unknown) or 1)
+        if not retained and ops[o].recomputable:  # it wrote into an input that the step has read
+            share = max((values[v].size_bytes for v in ops[o].inputs), default=0)
+        for i, v in enumerate(unknown):  # a backward loop reads the lists together
             values[v] = msgspec.structs.replace(values[v], size_bytes=share + (rest if i == 0 else 0))
-    return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=tuple(ops), values=tuple(values)))
+    resident = graph.resident_bytes + sum(map(tensor_bytes, data)) - sum(map(tensor_bytes, capture.trace.arguments))
+    return replace(capture, graph=msgspec.structs.replace(graph, ops=tuple(ops), values=tuple(values), resident_bytes=resident))
 
 
 class _OpaqueCost(NamedTuple):
@@ -235,8 +250,9 @@ def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.
             retained[owner] = sum(size for allocator, size in blocks.values() if allocator == owner)
     held = [0, *itertools.accumulate(changes)]  # allocated bytes before each event, and at the end
     found = {o: _OpaqueCost(1, 0, 0) for o in opaque}  # an op without nodes has no events
+    starts = {owner: position for position, owner in reversed([*enumerate(owners)])}
     for owner, kept in retained.items():
-        first, end = owners.index(owner), last[owner] + 1
+        first, end = starts[owner], last[owner] + 1
         # A backward loop frees the lists that it reads while it runs; the plan counts these until its end.
         peak = max(kept, max(held[first + 1 : end + 1]) - held[first])
         took = max(event.end_ns for event in events[first:end]) - events[first].begin_ns
