@@ -50,7 +50,7 @@ def build_function(capture: Capture, plan: Plan) -> Runner:
         nodes = tf.compat.v1.GraphDef(node=writer.nodes)
         imported = dict(zip(wanted, tf.graph_util.import_graph_def(nodes, read, wanted, name=IMPORTED), strict=True))
         with tf.control_dependencies([imported[name] for name in writer.waits]):
-            given = [inputs.get(name) if name in inputs else imported[name] for name in outputs]
+            given = [inputs[name] if name in inputs else imported[name] for name in outputs]
             return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(given)]
 
     # Not by `tf.function`, which adds control edges of its own, and looks at each op for them.
@@ -90,7 +90,7 @@ class _Writer:
         self.latest: dict[str, str] = {}  # op of the trace -> its latest computation; for a read, the only one
         self._traced = {node.name: node for node in capture.trace.function.graph.as_graph_def().node}
         self._runs: Counter[str] = Counter()
-        self._constants: dict[str, list[str]] = {}  # outputs of an op that is a constant
+        self._constants: set[str] = set()
         self._unfolded: dict[str, str] = {}
         self._views: dict[tuple[str, ...], str] = {}
 
@@ -112,7 +112,7 @@ class _Writer:
             self.inputs.add(tensor.name)
             return tensor.name
         if kind == "constant":
-            return self._constant(op)[index]
+            return self._constant(tensor)
         if kind == "view" and op.type in IDENTITIES:
             return self.tensor(op.inputs[index])
         if kind == "view":
@@ -169,24 +169,22 @@ class _Writer:
         written = add("Squeeze", f"{name}__whole", [row], {"T": kind, "squeeze_dims": dims})
         self.latest[name] = add("AssignVariableOp", name, [handle, written], {"dtype": kind}, chained=True)
 
-    def _constant(self, op: tf.Operation) -> list[str]:
-        """Outputs of an op that is a constant: written once, as its values if shapes give them."""
-        if op.name not in self._constants:
-            values = static_shape_values(op)
-            if values is None:
-                made = [self._add(op, op.name)] * len(op.outputs)
-                self._constants[op.name] = [f"{name}:{i}" for i, name in enumerate(made)]
-            else:
-                self._constants[op.name] = [self._written(f"{op.name}__{i}", value) for i, value in enumerate(values)]
-        return self._constants[op.name]
+    def _constant(self, tensor: tf.Tensor) -> str:
+        """A constant, whose op is written once, as its values if shapes give them."""
+        op, index = tensor.op, tensor.value_index
+        if (values := static_shape_values(op)) is not None:
+            return self._written(f"{op.name}__{index}", values[index])
+        if op.name not in self.latest:
+            self.latest[op.name] = self._add(op, op.name)
+        return f"{op.name}:{index}"
 
     def _written(self, name: str, value: Any) -> str:
         """A node of a constant value, which is written once."""
         if name not in self._constants:
             proto = tf.make_tensor_proto(value)
             attributes = {"dtype": tf.compat.v1.AttrValue(type=proto.dtype), "value": tf.compat.v1.AttrValue(tensor=proto)}
-            self._constants[name] = [f"{self._node('Const', name, (), attributes)}:0"]
-        return self._constants[name][0]
+            self._constants.add(self._node("Const", name, (), attributes))
+        return f"{name}:0"
 
     def _is_constant(self, tensor: tf.Tensor) -> bool:
         return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"

@@ -43,11 +43,6 @@ class Capture:
     members: tuple[tf.Operation, ...]  # the op of the trace behind each op of the graph
     # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
-    values: Mapping[str, int]  # of each tensor that an op of the graph computes, by the tensor's name
-
-    def value_of(self, tensor: tf.Tensor) -> int | None:
-        """The value whose buffer a tensor uses, or None if the buffer is resident."""
-        return self.values.get(base_tensor(tensor, self.kinds).name)
 
     @property
     def effects(self) -> tuple[int, ...]:
@@ -116,8 +111,8 @@ class _Builder:
         ops = [self._op(op, measure, where, clobbers) for op, measure in zip(members, measures, strict=True)]
         pairs = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
         graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
-        self._warn_opaque(members)
-        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads), self.values)
+        self._log_opaque(members)
+        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads))
 
     def _needed(self) -> set[str]:
         """Names of the ops on which an output or an effect depends."""
@@ -268,16 +263,11 @@ class _Builder:
         constants = [op for op in self.ops if op.type == "Const" and op.name in self.needed]
         return sum(outside) + sum(map(tensor_bytes, self.trace.arguments)) + sum(map(output_bytes, constants))
 
-    def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
+    def _log_opaque(self, members: Sequence[tf.Operation]) -> None:
         opaque = [op for op in members if op.type in OPAQUE and not op.node_def.attr["_XlaMustCompile"].b]
         if opaque:
-            names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
-            _log.warning(
-                "%d loops, branches or nested functions are each one op of the plan: what they allocate and keep is measured and "
-                "counted, and cannot be planned (LSTM(..., unroll=True) has no loop): %s",
-                len(opaque),
-                names,
-            )
+            names = ", ".join(f"{op.name} ({op.type})" for op in opaque)
+            _log.info("loops, branches and nested functions are each one op of the plan, measured and not planned: %s", names)
 
 
 def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]) -> list[str]:

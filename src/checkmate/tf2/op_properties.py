@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from checkmate.cost.store import OpCost
+
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
 """Role of an op of the traced step.
 
@@ -125,11 +127,11 @@ def handles(op: tf.Operation) -> tuple[str, ...]:
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)
 
 
-def estimate_ns(op: tf.Operation) -> int:
-    """Estimated nanoseconds of an op, from the bytes that it reads and writes."""
+def estimated(op: tf.Operation) -> OpCost:
+    """Cost of an op, estimated from the bytes that it reads and writes; its workspace is taken as 0."""
     moved = output_bytes(op) + sum(tensor_bytes(t) for t in op.inputs)
     # 8 GB/s as one core of a CPU moves them, and a microsecond so that no op is free: ratios of costs decide a plan.
-    return 1000 + math.ceil(moved * 1e9 / 8e9)
+    return OpCost(1000 + math.ceil(moved * 1e9 / 8e9), 0)
 
 
 def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:

@@ -32,7 +32,7 @@ from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
-from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
+from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
@@ -87,10 +87,9 @@ def calibrate(
     """
     policy = Offset(resident_bytes=capture.graph.resident_bytes)
     search = _Search(capture, budget.resolve(capture.graph), replan, batch, everything, policy)
-    best = search.run()
-    if best is None and search.smallest.needed_bytes > search.budget_bytes:
+    if (best := search.run()) is None:
         raise search.refusal()
-    return best or search.smallest
+    return best
 
 
 @dataclass(eq=False)
@@ -113,15 +112,17 @@ class _Search:
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
-        """The cheapest plan that fits with half of the headroom; None if none was found, and the least measured is left."""
+        """The cheapest plan that fits with half of the headroom, which another free chunk may take; None if none was found."""
         trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
         failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
         self.error = failure or self.error
-        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2)
-        return None if best is None else best.outcome
+        limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
+        if (best := trials.best(limit)) is not None:
+            return best.outcome
+        return self.smallest if self.smallest.needed_bytes <= limit else None
 
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
         """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
@@ -243,7 +244,7 @@ class PlannedSteps:
             if keep_all_bytes(graph) <= 0.5 * device_bytes:
                 return PlannedFunction.of(captured, keep_everything(graph))
             budget = Budget.parse(device_bytes)
-        data = synthetic_batch(captured.trace.arguments) if batch is None else batch
+        data = [*map(synthetic, captured.trace.arguments)] if batch is None else batch
         with restored(captured.trace.variables):
             everything = None
             if budget.is_share and (self._keeps_everything or self.budget_bytes is None):

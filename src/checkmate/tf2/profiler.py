@@ -31,7 +31,7 @@ from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.op_properties import (
     OPAQUE,
-    estimate_ns,
+    estimated,
     is_open,
     makes_constant,
     output_bytes,
@@ -47,14 +47,17 @@ _log = logging.getLogger("checkmate.tf2")
 def measured_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs of ops of a traced step, measured or read from the user's cost cache; ops of the same signature are measured once."""
     here = environment()
-    return MeasuredCosts[tf.Operation](
-        signature=lambda op: signature(op, here), measure=lambda ops, known: _measure_all(ops), estimate=_estimate
-    )(ops)
+
+    def measure(ops: Mapping[str, tf.Operation], _known: object) -> dict[str, OpCost]:
+        each = progress.counted(ops.items(), "measuring costs")
+        return {key: cost for key, op in each if (cost := _measure(op)) is not None}  # without those that cannot be run alone
+
+    return MeasuredCosts[tf.Operation](signature=lambda op: signature(op, here), measure=measure, estimate=estimated)(ops)
 
 
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
-    """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
-    return [_estimate(op) for op in ops]
+    """Costs estimated from the bytes that ops read and write; nothing runs."""
+    return [estimated(op) for op in ops]
 
 
 def capture_with_costs(
@@ -73,23 +76,15 @@ def capture_with_costs(
     return _with_opaque_measured(capture_trace(traced, measured_costs, name), batch)
 
 
-def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
-    """Measured costs by signature, without the ops that cannot be run alone."""
-    each = progress.counted(ops.items(), "measuring costs")
-    return {key: cost for key, op in each if (cost := _measure(op)) is not None}
-
-
-def _estimate(op: tf.Operation) -> OpCost:
-    return OpCost(estimate_ns(op), 0)
-
-
 def signature(op: tf.Operation, environment: str) -> str | None:
     """Key of an op's cost in the store: everything that its cost depends on. None if the op cannot be run alone."""
     if op.op_def.is_stateful or op.type in OPAQUE:
         return None
     if any(t.dtype in (tf.resource, tf.variant) or not t.shape.is_fully_defined() for t in op.inputs):
         return None
-    inputs = [f"{t.dtype.name}{t.shape.as_list()}{_digest(_static_value(t))}" for t in op.inputs]
+    values = [_static_value(t) for t in op.inputs]  # which can determine an op's cost (axes, shapes)
+    digests = ["" if v is None else hashlib.sha256(np.ascontiguousarray(v).tobytes()).hexdigest()[:12] for v in values]
+    inputs = [f"{t.dtype.name}{t.shape.as_list()}={d}" for t, d in zip(op.inputs, digests, strict=True)]
     ignored = ("_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids")  # they do not affect the cost
     given = [(k, v) for k, v in op.node_def.attr.items() if k not in ignored]
     attributes = sorted(f"{k}={v.SerializeToString(deterministic=True).hex()}" for k, v in given)
@@ -111,19 +106,11 @@ def environment() -> str:
     return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
 
 
-def _digest(value: Any) -> str:
-    """Digest of a static value, which can determine an op's cost (axes, shapes); empty without a value."""
-    if value is None:
-        return ""
-    array = np.ascontiguousarray(value)
-    return "=" + hashlib.sha256(array.tobytes()).hexdigest()[:12]
-
-
 def _measure(op: tf.Operation) -> OpCost | None:
     try:
         # Indices, axes and shapes must be valid for an op to run, and have their values. Other inputs are synthetic.
         values = [_static_value(t) for t in op.inputs]
-        inputs = [_random(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+        inputs = [synthetic(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
         run = functools.partial(run_op, op, inputs)
         run()
         return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
@@ -149,12 +136,8 @@ def _static_value(tensor: tf.Tensor) -> Any:
     return run_op(op, inputs)[tensor.value_index].numpy()
 
 
-def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Tensors of the shapes and types of some placeholders: uniform random floats, or zeros."""
-    return [_random(tensor) for tensor in arguments]
-
-
-def _random(tensor: tf.Tensor) -> tf.Tensor:
+def synthetic(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor of the shape and type of a traced one: uniform random floats, or zeros."""
     if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
         return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
@@ -194,7 +177,7 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
         return capture
     store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
     keys = {o: f"{o} of {graph.digest} {environment()}" for o in opaque}
-    data = synthetic_batch(capture.trace.arguments) if batch is None else batch
+    data = [*map(synthetic, capture.trace.arguments)] if batch is None else batch
     by_data = any(t.dtype != tf.variant and is_open(t) for o in unsized for t in members[o].outputs)
     known = {} if by_data else store.get(keys.values())
     if len(known) < len(keys):
