@@ -163,11 +163,8 @@ class Offset:
         above = min((min(t.target_bytes, t.planned_bytes or 0) for t in over), default=limit_bytes)
         if fits:
             best = min(fits, key=lambda t: t.cost)
-            room = aim - (best.needed_bytes or 0)
-            if over:
-                room = min(room, (above - best.target_bytes) // 2)
-            # A trial takes seconds: 2 % of the room, half a per cent of the cost, or 2 % above a plan that is too large, are not
-            # worth another one.
+            room = min(aim - (best.needed_bytes or 0), (above - best.target_bytes) // 2 if over else limit_bytes)
+            # A trial takes seconds: not for 2 % of the room, half a per cent of the cost, or 2 % above a plan that is too large.
             cheaper = max(1.005 * best.cost / best.overhead, min((1.02 * t.cost for t in over), default=0))
             worth = room > 0.02 * own and best.cost > cheaper and best.measured and (last is best or not last.within(aim))
             return best.target_bytes + room if worth else None

@@ -22,8 +22,7 @@ IMPORTED = "plan"
 _COPIED = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8, tf.uint64})
 """Types for which `AssignAddVariableOp`, `InplaceUpdate` and `DeepCopy` have kernels on all devices (TensorFlow 2.21)."""
 
-Runner = Callable[..., Sequence[tf.Tensor]]
-"""Runs a step: takes the flat tensors of a batch, gives the flat outputs."""
+Runner = Callable[..., Sequence[tf.Tensor]]  # runs a step: takes the flat tensors of a batch, gives the flat outputs
 
 
 def build_function(capture: Capture, plan: Plan) -> Runner:
@@ -61,8 +60,7 @@ def _copied_outputs(capture: Capture) -> set[int]:
     """Positions of the outputs that are copied when everything else of the step is freed.
 
     An output such as the loss exists until the next step has replaced it. Allocated in the middle of a step, it leaves other free
-    chunks to each next step: the same plan of a transformer took 36.1 to 39.9 MB in 60 steps. The copies are allocated at
-    the addresses of the copies of the step before the last.
+    chunks to each next step (docs/decisions/0014). Copies are allocated at the addresses of those of the step before the last.
 
     Both copies of an output exist at the end of the step. Outputs are copied, smallest first, as long as this takes no more than
     the op with the largest inputs and outputs, and therefore no more than the peak of any plan.
@@ -124,7 +122,8 @@ class _Writer:
 
     def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> str:
         inputs = [self.tensor(t) for t in op.inputs]
-        if inputs and self.capture.kinds[op.name] != "constant" and all(map(self._is_constant, op.inputs)):
+        kinds = self.capture.kinds
+        if inputs and kinds[op.name] != "constant" and all(kinds[base_tensor(t, kinds).op.name] == "constant" for t in op.inputs):
             inputs[0] = self._not_folded(inputs[0], op.inputs[0].dtype)
         traced = self._traced[op.name]
         # `_class` asks for colocation with a node whose name may have changed.
@@ -148,9 +147,8 @@ class _Writer:
     def _assign_in_place(self, op: tf.Operation) -> None:
         """Assign a variable by overwriting its current buffer.
 
-        `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables
-        then move through the allocator's memory from step to step and the free chunks between them change every time: the
-        same step of VGG19 took 160 to 251 MB in 40 steps (docs/decisions/0014). Instead,
+        `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables and
+        the free chunks between them then move from step to step (docs/decisions/0014). Instead,
 
         1. `AssignAddVariableOp` adds in place; it copies the variable first if another tensor references its buffer;
         2. `InplaceUpdate` (tensorflow/core/kernels/inplace_ops.cc) overwrites the sum, as one row, with the new value;
@@ -185,9 +183,6 @@ class _Writer:
             attributes = {"dtype": tf.compat.v1.AttrValue(type=proto.dtype), "value": tf.compat.v1.AttrValue(tensor=proto)}
             self._constants.add(self._node("Const", name, (), attributes))
         return f"{name}:0"
-
-    def _is_constant(self, tensor: tf.Tensor) -> bool:
-        return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"
 
     def _not_folded(self, tensor: str, dtype: tf.DType) -> str:
         """A constant that the runtime does not fold.

@@ -21,7 +21,6 @@ from checkmate.tf2.op_properties import (
     classify,
     handles,
     output_bytes,
-    recomputable,
     static_shape_values,
     tensor_bytes,
 )
@@ -29,8 +28,7 @@ from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
-Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]
-"""Gives the cost and workspace of each of several ops."""
+Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]  # gives the cost and workspace of each of several ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +41,6 @@ class Capture:
     members: tuple[tf.Operation, ...]  # the op of the trace behind each op of the graph
     # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
-
-    @property
-    def effects(self) -> tuple[int, ...]:
-        """Ops that must run even if no output depends on them. Indices of ops of the graph."""
-        return tuple(o for o, op in enumerate(self.members) if self.kinds[op.name] == "effect")
 
 
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
@@ -249,7 +242,10 @@ class _Builder:
             outputs=tuple(self.values[t.name] for t in op.outputs),
             cost=measure.cost_ns,
             workspace_bytes=measure.workspace_bytes,
-            recomputable=self.kinds[op.name] == "op" and recomputable(op) and not self._in_optimizer(op),
+            # No shape gives the bytes of a tensor list.
+            recomputable=self.kinds[op.name] == "op"
+            and not self._in_optimizer(op)
+            and all(t.dtype != tf.variant for t in (*op.inputs, *op.outputs)),
             clobbered_by=tuple(sorted(where[c] for c in clobbers[op.name])),
             phase=self.trace.phase(self.index[op.name]),
             kind=op.type,

@@ -117,11 +117,6 @@ def makes_constant(op: tf.Operation) -> bool:
     return output_bytes(op) <= 4096
 
 
-def recomputable(op: tf.Operation) -> bool:
-    """Whether an op of kind ``op`` can be recomputed. Ops on variants (tensor lists) cannot: no shape gives their bytes."""
-    return not any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
-
-
 def handles(op: tf.Operation) -> tuple[str, ...]:
     """Names of the resource handles (variables) among the inputs of an op."""
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)

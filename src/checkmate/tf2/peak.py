@@ -128,8 +128,8 @@ def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
     """A batch where it is, twice, then copies without end, at changing places. A caller may hold the last of them.
 
     `tf.data` allocates on the CPU each sample that it shuffles, and each batch, between the variables and buffers of the step.
-    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave: the same plan of
-    ResNet50 took 285 to 292 MB in 30 steps of `fit`. A data set of up to 64 samples is imitated.
+    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave. A data set of up to
+    64 samples is imitated.
     """
     rng = np.random.default_rng(0)
     samples: list[tf.Tensor] = []

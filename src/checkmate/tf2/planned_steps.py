@@ -78,9 +78,9 @@ def calibrate(
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
-    TensorFlow allocates other bytes than the live bytes of a plan: fewer if an op writes its output into a dying input, more if
-    the allocator does not split a free chunk. Each plan is therefore run on the flat tensors of a batch. ``replan`` makes the
-    cheapest plan within an amount of live bytes. The plan that keeps everything counts as the first trial, if it was measured.
+    TensorFlow allocates other bytes than the live bytes of a plan (docs/decisions/0014). Each plan is therefore run on the flat
+    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. The plan that keeps everything counts
+    as the first trial, if it was measured.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
@@ -117,8 +117,7 @@ class _Search:
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
-        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
-        self.error = failure or self.error
+        self.error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
         limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
         if (best := trials.best(limit)) is not None:
             return best.outcome
@@ -132,12 +131,10 @@ class _Search:
         near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
         if trials.trials[-1].within(int(near)) and tried < 3:
             return False
-        smallest = self.smallest
-        if smallest.needed_bytes > (near if tried < 3 else self.budget_bytes):
-            return True
-        if all(trial.outcome is not smallest for trial in trials.trials):
-            trials.record(self._try(smallest.result.peak_bytes, smallest.result))
-        return False
+        hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
+        if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
+            trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
+        return hopeless
 
     def refusal(self) -> InfeasibleBudgetError:
         """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""

@@ -1,18 +1,19 @@
 """Measured time and workspace of ops on the user's device. Each distinct op is measured once; a store keeps the result.
 
-A loop, as in `LSTM`, is one op of the graph. Allocations of its body, and the tensor lists that it fills for the backward
-pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. Therefore loops,
-branches, nested functions and tensor lists are measured in one run of the step, which computes everything once, in the order of
+A loop, as in `LSTM`, is one op of the graph. What its body allocates, tensor lists (of the type ``variant``), and sizes that
+depend on the data have no static shape. They are measured in one run of the step, which computes everything once, in the order of
 the graph; each allocation has the name of the op that requested it.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
@@ -218,28 +219,29 @@ def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.
         function(*batch)
         events = trace_events(lambda: function(*batch))
     owners = _owners(capture, opaque, events)
+    begins = [event.begin_ns for event in events]
+    starts = {owner: position for position, owner in reversed([*enumerate(owners)]) if owner is not None}
+    ends: dict[int | None, int] = {}  # nanoseconds: what an op frees at its end has no name
+    for event, owner in zip(events, owners, strict=True):
+        ends[owner] = max(ends.get(owner, 0), event.end_ns)
     blocks: dict[int, tuple[int | None, int]] = {}  # address -> op that allocated it, and bytes
-    changes: list[int] = []  # of the allocated bytes, by each event
-    last = {owner: position for position, owner in enumerate(owners)}
-    retained: dict[int, int] = {}
-    for position, (event, owner) in enumerate(zip(events, owners, strict=True)):
-        address = int(event.stats.get("addr") or 0)
+    held, retained = [0], Counter[int | None]()  # allocated bytes before each event, and at the end; bytes that each op leaves
+    for event, owner in zip(events, owners, strict=True):
+        address, change = int(event.stats.get("addr") or 0), 0
         if event.name == "MemoryAllocation":
-            blocks[address] = owner, event.requested_bytes
-            changes.append(event.requested_bytes)
-        else:
-            changes.append(-blocks.pop(address, (None, 0))[1] if event.name == "MemoryDeallocation" else 0)
-        if owner is not None and last[owner] == position:
-            retained[owner] = sum(size for allocator, size in blocks.values() if allocator == owner)
-    held = [0, *itertools.accumulate(changes)]  # allocated bytes before each event, and at the end
+            blocks[address], change = (owner, event.requested_bytes), event.requested_bytes
+            retained[owner] += change
+        elif event.name == "MemoryDeallocation":
+            allocator, size = blocks.pop(address, (None, 0))
+            change = -size
+            retained[allocator] -= size if event.begin_ns <= ends.get(allocator, 0) else 0
+        held.append(held[-1] + change)
     found = {o: _OpaqueCost(1, 0, 0) for o in opaque}  # an op without nodes has no events
-    starts = {owner: position for position, owner in reversed([*enumerate(owners)])}
-    for owner, kept in retained.items():
-        first, end = starts[owner], last[owner] + 1
+    for owner, first in starts.items():
+        end, kept = bisect.bisect_right(begins, ends[owner]), retained[owner]
         # A backward loop frees the lists that it reads while it runs; the plan counts these until its end.
         peak = max(kept, max(held[first + 1 : end + 1]) - held[first])
-        took = max(event.end_ns for event in events[first:end]) - events[first].begin_ns
-        found[owner] = _OpaqueCost(quantise(took), peak - kept, kept)
+        found[owner] = _OpaqueCost(quantise(ends[owner] - events[first].begin_ns), peak - kept, kept)
     return found
 
 

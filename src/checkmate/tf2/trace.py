@@ -55,7 +55,7 @@ def check_environment(model: keras.Model) -> None:
     strategy = model.distribute_strategy
     if strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy():
         raise OptionError(
-            f"model {model.name!r} was created or is planned in the scope of a {type(strategy).__name__}; a step is for one device",
+            f"model {model.name!r} was made or is planned in the scope of a {type(strategy).__name__}; a step is for one device",
             hint="build, compile and plan the model outside of `strategy.scope()`",
         )
     if tf.config.functions_run_eagerly():
