@@ -52,7 +52,7 @@ def build_function(capture: Capture, plan: Plan) -> Runner:
             given = [inputs[name] if name in inputs else imported[name] for name in outputs]
             return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(given)]
 
-    # Not by `tf.function`, which adds control edges of its own, and looks at each op for them.
+    # Not by `tf.function`, which adds further control edges, and looks at each op for them.
     return tf.compat.v1.wrap_function(body, [tf.TensorSpec(t.shape, t.dtype) for t in trace.arguments])
 
 
