@@ -220,6 +220,24 @@ def test_a_train_step_of_the_model_is_planned(kind):
     both(make, history())
 
 
+def test_a_step_is_traced_once():
+    """Slots made in the trace would be conditionals in it, and trace the step again: half of the time before the first step."""
+    traced: list[int] = []
+
+    class Counting(Penalised):
+        def train_step(self, data: Any) -> Any:
+            traced.append(1)
+            return super().train_step(data)
+
+    inner = cnn()
+    model = Counting(inner.input, inner.output)
+    compiled(model, optimizer=keras.optimizers.Adam(amsgrad=True))
+    capture(model, (IMAGES, CLASSES), costs="estimated")
+    assert traced == [1]
+    assert len(model.optimizer.variables) == 2 + 3 * len(model.trainable_variables)
+    assert not any(v.numpy().any() for v in model.optimizer.variables[2:])
+
+
 def test_texts_are_planned_although_strings_have_no_sizes():
     """Ops on strings lose the number of examples: what follows counts as for the batch, and is planned."""
     texts = np.array([[f"word{i} and word{i % 7} there"] for i in range(64)])
@@ -381,12 +399,45 @@ def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():
         model.fit(dataset(), shuffle=False, verbose=0)
 
 
-def test_ragged_batches_are_refused():
-    """Their sizes are data."""
-    model = cnn()
-    with pytest.raises(OptionError, match="RaggedTensor") as caught:
-        capture(model, (tf.ragged.constant([[1.0], [2.0, 3.0]]), CLASSES[:2]))
-    assert "to_tensor" in caught.value.hint
+class Tokens(keras.Model):
+    """Convolutions over texts of any length, given as ragged tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = layers.Embedding(100, 16)
+        self.convolutions = [layers.Conv1D(16, 5, padding="same", activation="gelu") for _ in range(3)]
+        self.classes = layers.Dense(2, activation="softmax")
+
+    def call(self, tokens: Any) -> Any:
+        x = self.embedding(tokens.to_tensor() if isinstance(tokens, tf.RaggedTensor) else tokens)
+        for convolution in self.convolutions:
+            x = convolution(x)
+        return self.classes(tf.reduce_max(x, 1))
+
+
+def test_ragged_batches_are_planned_by_the_sizes_of_the_first():
+    """No shape says how long the longest text is; the step says it when it runs, and the budget counts it."""
+    lengths = [1 + (7 * i) % 48 for i in range(32)]
+    tokens = tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths)) % 100, lengths)
+    data = tf.data.Dataset.from_tensors((tokens, np.arange(32) % 2))
+    left = []
+    for budget in (None, "70%"):
+        keras.utils.set_random_seed(0)
+        model = Tokens()
+        compiled(model)
+        planned = None if budget is None else fit_within(model, budget, time_limit_s=2)
+        with grappler_off():
+            model.fit(data, epochs=2, verbose=0, shuffle=False)
+        left.append(bits(model))
+    assert left[0] == left[1]
+    assert planned is not None
+    assert planned.budget_bytes is not None
+    assert planned.measured_bytes is not None
+    assert planned.measured_bytes <= planned.budget_bytes
+    graph = capture(model, next(iter(data)))
+    convolved = [graph.values[v].size_bytes for op in graph.ops if op.kind == "Conv2D" for v in op.outputs]
+    assert convolved == 3 * [32 * max(lengths) * 16 * 4]
+    assert graph.resident_bytes > sum(lengths) * 4
 
 
 class OwnFunction(keras.Model):

@@ -157,18 +157,17 @@ class Offset:
             return limit_bytes
         if len(trials) >= self.most_trials:
             return None
-        aim, last, earlier = self.aim_bytes(limit_bytes), trials[-1], trials[:-1]
-        cheapest = min((t.cost for t in earlier if t.within(aim)), default=math.inf)
-        if last.within(aim) and last.cost < cheapest:
-            assert last.needed_bytes is not None
-            room = aim - last.needed_bytes
-            # A trial takes seconds: 2 % of the room, or half a per cent of the cost, are not worth another one.
-            worth = room > 0.02 * (limit_bytes - self.resident_bytes) and last.overhead > 1.005
-            return last.target_bytes + room if worth and last.measured else None
-        if cheapest < math.inf or last.within(aim):
-            return None
+        aim, last, own = self.aim_bytes(limit_bytes), trials[-1], limit_bytes - self.resident_bytes
+        fits, over = ([t for t in trials if t.planned_bytes is not None and t.within(aim) is wanted] for wanted in (True, False))
         # The plan for `above` needs more than the aim.
-        above = min((min(t.target_bytes, t.planned_bytes) for t in trials if t.planned_bytes is not None), default=limit_bytes)
+        above = min((min(t.target_bytes, t.planned_bytes or 0) for t in over), default=limit_bytes)
+        if fits:
+            best = min(fits, key=lambda t: t.cost)
+            room = min(aim - (best.needed_bytes or 0), (above - best.target_bytes) // 2 if over else limit_bytes)
+            # A trial takes seconds: not for 2 % of the room, half a per cent of the cost, or 2 % above a plan that is too large.
+            cheaper = max(1.005 * best.cost / best.overhead, min((1.02 * t.cost for t in over), default=0))
+            worth = room > 0.02 * own and best.cost > cheaper and best.measured and (last is best or not last.within(aim))
+            return best.target_bytes + room if worth else None
         if last.needed_bytes is None:
             return None if above - last.target_bytes <= 0.01 * limit_bytes else (last.target_bytes + above) // 2
         # An allocator may add more bytes than the plan itself has: the target then stops at 0.

@@ -13,6 +13,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.ops import resource_variable_ops
 
 
 class TraceEvent(NamedTuple):
@@ -83,23 +84,6 @@ def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
     return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
 
-def copied_op(
-    op: tf.Operation, inputs: Sequence[tf.Tensor], name: str, attributes: Any, after: Sequence[tf.Operation]
-) -> tf.Operation:
-    """A copy of an op of another graph in the default graph, with a control edge from each of several ops.
-
-    `tf.control_dependencies` leaves out an edge from an op whose output is read. oneDNN's layout pass then fuses a convolution
-    with the bias that is added next, which the chain of a plan turns into a cycle.
-    """
-    graph: Any = tf.compat.v1.get_default_graph()
-    with tf.device(op.device):
-        # `create_op` inspects the signature of a deprecated argument at each call, which took half of the time.
-        types = [t.dtype for t in op.outputs]
-        made = graph._create_op_internal(op.type, inputs, types, name=name, attrs=attributes, op_def=op.op_def)
-    made._add_control_inputs(after)
-    return made
-
-
 def run_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Outputs of an op of a graph that is run alone, on other inputs."""
     attributes = [part for a in op.op_def.attr for part in (a.name, _types_as_numbers(op.get_attr(a.name)))]
@@ -130,6 +114,14 @@ def inlined_functions() -> Iterator[None]:
         yield
     finally:
         kind.__call__ = original
+
+
+def created_outside(create: Callable[..., Any], **arguments: Any) -> Any:
+    """Create a variable outside of the traced function, which is then traced once; inside if it depends on a traced tensor."""
+    if tf.is_symbolic_tensor(arguments["initial_value"]):
+        return create(**arguments)
+    with tf.init_scope():
+        return resource_variable_ops.default_variable_creator_v2(**arguments)
 
 
 def memory_limit_bytes(device: str) -> int | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
-from checkmate.tf2._compat import copied_op
 from checkmate.tf2.capture import Capture, base_tensor
 from checkmate.tf2.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
 
@@ -22,8 +22,7 @@ IMPORTED = "plan"
 _COPIED = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8, tf.uint64})
 """Types for which `AssignAddVariableOp`, `InplaceUpdate` and `DeepCopy` have kernels on all devices (TensorFlow 2.21)."""
 
-Runner = Callable[..., Sequence[tf.Tensor]]
-"""Runs a step: takes the flat tensors of a batch, gives the flat outputs."""
+Runner = Callable[..., Sequence[tf.Tensor]]  # runs a step: takes the flat tensors of a batch, gives the flat outputs
 
 
 def build_function(capture: Capture, plan: Plan) -> Runner:
@@ -36,30 +35,32 @@ def build_function(capture: Capture, plan: Plan) -> Runner:
     The function is to be run inside `grappler_off`.
     """
     trace, copied = capture.trace, _copied_outputs(capture)
+    writer = _Writer(capture)
+    for o in plan.order:
+        writer.compute(o)
+    outputs = [writer.tensor(t) for t in trace.function.graph.outputs]
 
     def body(*batch: Any) -> list[tf.Tensor]:
         graph: Any = tf.compat.v1.get_default_graph()
         given = [*batch, *(graph.capture(tensor) for tensor in trace.captured.values())]
-        inputs = {t.op.name: tensor for t, tensor in zip(trace.function.inputs, given, strict=True)}
-        with graph.name_scope(IMPORTED):
-            writer = _Writer(capture, inputs)
-            for o in plan.order:
-                writer.compute(o)
-            outputs = [writer.tensor(t) for t in trace.function.graph.outputs]
-        effects = [writer.latest[capture.members[o].name] for o in capture.effects]
-        with tf.control_dependencies([*effects, *writer.waits]):
-            return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(outputs)]
+        inputs = {t.name: tensor for t, tensor in zip(trace.function.inputs, given, strict=True)}
+        read = {name: tensor for name, tensor in inputs.items() if name in writer.inputs}
+        wanted = [*(name for name in outputs if name not in inputs), *writer.waits]
+        nodes = tf.compat.v1.GraphDef(node=writer.nodes)
+        imported = dict(zip(wanted, tf.graph_util.import_graph_def(nodes, read, wanted, name=IMPORTED), strict=True))
+        with tf.control_dependencies([imported[name] for name in writer.waits]):
+            given = [inputs[name] if name in inputs else imported[name] for name in outputs]
+            return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(given)]
 
-    signature = [tf.TensorSpec(t.shape, t.dtype) for t in trace.arguments]
-    return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
+    # Not by `tf.function`, which adds further control edges, and looks at each op for them.
+    return tf.compat.v1.wrap_function(body, [tf.TensorSpec(t.shape, t.dtype) for t in trace.arguments])
 
 
 def _copied_outputs(capture: Capture) -> set[int]:
     """Positions of the outputs that are copied when everything else of the step is freed.
 
     An output such as the loss exists until the next step has replaced it. Allocated in the middle of a step, it leaves other free
-    chunks to each next step: the same plan of a transformer took 36.1 to 39.9 MB in 60 steps. The copies are allocated at
-    the addresses of the copies of the step before the last.
+    chunks to each next step (docs/decisions/0014). Copies are allocated at the addresses of those of the step before the last.
 
     Both copies of an output exist at the end of the step. Outputs are copied, smallest first, as long as this takes no more than
     the op with the largest inputs and outputs, and therefore no more than the peak of any plan.
@@ -77,105 +78,128 @@ def _copied_outputs(capture: Capture) -> set[int]:
 
 
 class _Writer:
-    """Adds the computations of a plan to a graph, one at a time, each of which waits for the one before it."""
+    """Writes the computations of a plan as the nodes of a graph, each of which waits for the one before it."""
 
-    def __init__(self, capture: Capture, inputs: Mapping[str, tf.Tensor]) -> None:
-        self.capture, self.inputs = capture, inputs
-        self.latest: dict[str, tf.Operation] = {}  # op of the trace -> its latest computation; for a read, the only one
-        self.waits: list[tf.Operation] = []  # the previous computation
-        self.runs: Counter[str] = Counter()
-        self.constants: dict[str, Sequence[tf.Tensor]] = {}
-        self.unfolded: dict[Any, tf.Tensor] = {}
-        self.views: dict[tuple[Any, ...], tf.Operation] = {}
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.nodes: list[Any] = []
+        self.waits: list[str] = []  # the previous computation
+        self.inputs: set[str] = set()  # names of the tensors of the batch, or captured from outside, that a node reads
+        self.latest: dict[str, str] = {}  # op of the trace -> its latest computation; for a read, the only one
+        self._traced = {node.name: node for node in capture.trace.function.graph.as_graph_def().node}
+        self._runs: Counter[str] = Counter()
+        self._constants: set[str] = set()
+        self._unfolded: dict[str, str] = {}
+        self._views: dict[tuple[str, ...], str] = {}
 
     def compute(self, o: int) -> None:
         """Append a computation of an op of the graph."""
         op = self.capture.members[o]
-        times = self.runs[op.name]
-        self.runs[op.name] += 1
+        times = self._runs[op.name]
+        self._runs[op.name] += 1
         if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
-            made = self._assign_in_place(op)
+            self._assign_in_place(op)
         else:
-            made = self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
-        self.latest[op.name] = made
-        self.waits = [made]
+            self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
 
-    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The tensor that stands for a traced tensor at this point of the plan."""
-        op = tensor.op
+    def tensor(self, tensor: tf.Tensor) -> str:
+        """The name of the tensor that stands for a traced tensor at this point of the plan."""
+        op, index = tensor.op, tensor.value_index
         kind = self.capture.kinds[op.name]
         if kind == "input":
-            return self.inputs[op.name]
+            self.inputs.add(tensor.name)
+            return tensor.name
         if kind == "constant":
-            return self._constant(op)[tensor.value_index]
+            return self._constant(tensor)
         if kind == "view" and op.type in IDENTITIES:
-            return self.tensor(op.inputs[tensor.value_index])
+            return self.tensor(op.inputs[index])
         if kind == "view":
-            return self._view(op).outputs[tensor.value_index]
+            return f"{self._view(op)}:{index}"
         if kind == "read" and op.name not in self.latest and op.name not in self.capture.snapshot_reads:
             # A variable is read at its first use: no op changes it between then and its last use.
-            self.latest[op.name] = self._add(op, op.name, chained=True)
-        return self.latest[op.name].outputs[tensor.value_index]
+            self._add(op, op.name, chained=True)
+        return f"{self.latest[op.name]}:{index}"
 
-    def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> tf.Operation:
+    def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> str:
         inputs = [self.tensor(t) for t in op.inputs]
-        if inputs and self.capture.kinds[op.name] != "constant" and all(map(self._is_constant, op.inputs)):
-            inputs[0] = self._not_folded(inputs[0])
+        kinds = self.capture.kinds
+        if inputs and kinds[op.name] != "constant" and all(kinds[base_tensor(t, kinds).op.name] == "constant" for t in op.inputs):
+            inputs[0] = self._not_folded(inputs[0], op.inputs[0].dtype)
+        traced = self._traced[op.name]
         # `_class` asks for colocation with a node whose name may have changed.
-        attributes = {key: value for key, value in op.node_def.attr.items() if key != "_class"}
+        attributes = {key: value for key, value in traced.attr.items() if key != "_class"}
         if op.type in LOOPS:
             # Up to ten iterations overlap by default, as threads happen to run: the bytes of one LSTM varied from 0.6 to 1.5 MB.
             attributes["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
-        return copied_op(op, inputs, name, attributes, self.waits if chained else ())
+        if chained:
+            self.latest[op.name] = name
+        return self._node(op.type, name, inputs, attributes, chained=chained, device=traced.device)
 
-    def _assign_in_place(self, op: tf.Operation) -> tf.Operation:
+    def _node(
+        self, kind: str, name: str, inputs: Sequence[str], attributes: Any, *, chained: bool = False, device: str = ""
+    ) -> str:
+        """Append a node; a chained one waits for the previous computation. Returns its name."""
+        waits = [f"^{before}" for before in self.waits] if chained else []
+        self.nodes.append(tf.compat.v1.NodeDef(op=kind, name=name, input=[*inputs, *waits], attr=attributes, device=device))
+        self.waits = [name] if chained else self.waits
+        return name
+
+    def _assign_in_place(self, op: tf.Operation) -> None:
         """Assign a variable by overwriting its current buffer.
 
-        `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables
-        then move through the allocator's memory from step to step and the free chunks between them change every time: the
-        same step of VGG19 took 160 to 251 MB in 40 steps (docs/decisions/0014). Instead,
+        `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables and
+        the free chunks between them then move from step to step (docs/decisions/0014). Instead,
 
         1. `AssignAddVariableOp` adds in place; it copies the variable first if another tensor references its buffer;
-        2. `InplaceUpdate` (tensorflow/core/kernels/inplace_ops.cc) overwrites the sum with the new value;
+        2. `InplaceUpdate` (tensorflow/core/kernels/inplace_ops.cc) overwrites the sum, as one row, with the new value;
         3. `AssignVariableOp` assigns the variable the buffer that it has already, or, if the variable is in copy-on-read
            mode, the copy.
         """
         handle, new = (self.tensor(t) for t in op.inputs)
-        shape = op.inputs[1].shape
-        row = [1, shape.num_elements()]
-        with tf.device(op.device):
-            with tf.control_dependencies(self.waits):
-                unshared = tf.raw_ops.AssignAddVariableOp(resource=handle, value=new, name=f"{op.name}__own")
-            with tf.control_dependencies([unshared]):
-                read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=new.dtype, name=f"{op.name}__read")
-            written = tf.raw_ops.InplaceUpdate(x=tf.reshape(read, row), i=[0], v=tf.reshape(new, row), name=f"{op.name}__written")
-            return tf.raw_ops.AssignVariableOp(resource=handle, value=tf.reshape(written, shape.as_list()), name=op.name)
+        name, kind = op.name, tf.compat.v1.AttrValue(type=op.inputs[1].dtype.as_datatype_enum)
+        axis, first = (self._written(f"{IMPORTED}_{i}", tf.constant(value)) for i, value in enumerate((0, [0])))
+        add = functools.partial(self._node, device=self._traced[name].device)
+        add("AssignAddVariableOp", f"{name}__own", [handle, new], {"dtype": kind}, chained=True)
+        read = add("ReadVariableOp", f"{name}__read", [handle], {"dtype": kind}, chained=True)
+        rows = [add("ExpandDims", f"{name}__row{i}", [t, axis], {"T": kind}) for i, t in enumerate((read, new))]
+        row = add("InplaceUpdate", f"{name}__written", [rows[0], first, rows[1]], {"T": kind})
+        dims = tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=[0]))
+        written = add("Squeeze", f"{name}__whole", [row], {"T": kind, "squeeze_dims": dims})
+        self.latest[name] = add("AssignVariableOp", name, [handle, written], {"dtype": kind}, chained=True)
 
-    def _constant(self, op: tf.Operation) -> Sequence[tf.Tensor]:
-        """Outputs of an op that is a constant: written once, as its values if shapes give them."""
-        if op.name not in self.constants:
-            values = static_shape_values(op)
-            made = None if values is None else [tf.constant(value, name=f"{op.name}__{i}") for i, value in enumerate(values)]
-            self.constants[op.name] = self._add(op, op.name).outputs if made is None else made
-        return self.constants[op.name]
+    def _constant(self, tensor: tf.Tensor) -> str:
+        """A constant, whose op is written once, as its values if shapes give them."""
+        op, index = tensor.op, tensor.value_index
+        if (values := static_shape_values(op)) is not None:
+            return self._written(f"{op.name}__{index}", values[index])
+        if op.name not in self.latest:
+            self.latest[op.name] = self._add(op, op.name)
+        return f"{op.name}:{index}"
 
-    def _is_constant(self, tensor: tf.Tensor) -> bool:
-        return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"
+    def _written(self, name: str, value: Any) -> str:
+        """A node of a constant value, which is written once."""
+        if name not in self._constants:
+            proto = tf.make_tensor_proto(value)
+            attributes = {"dtype": tf.compat.v1.AttrValue(type=proto.dtype), "value": tf.compat.v1.AttrValue(tensor=proto)}
+            self._constants.add(self._node("Const", name, (), attributes))
+        return f"{name}:0"
 
-    def _not_folded(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _not_folded(self, tensor: str, dtype: tf.DType) -> str:
         """A constant that the runtime does not fold.
 
         Constant folding (tensorflow/core/common_runtime/constant_folding.cc) computes ops with constant inputs once,
         up to 10 MiB each, and keeps the results as long as the function exists: the plan's frees would release nothing, and
         the bytes would not be counted. This pass is not part of Grappler.
         """
-        if tensor.ref() not in self.unfolded:  # marked as not optimizable; forwards its input
-            self.unfolded[tensor.ref()] = tf.raw_ops.GuaranteeConst(input=tensor)
-        return self.unfolded[tensor.ref()]
+        if tensor not in self._unfolded:  # marked as not optimizable; forwards its input
+            kind = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+            name = f"{tensor.replace(':', '__')}__kept"
+            self._unfolded[tensor] = f"{self._node('GuaranteeConst', name, [tensor], {'T': kind})}:0"
+        return self._unfolded[tensor]
 
-    def _view(self, op: tf.Operation) -> tf.Operation:
+    def _view(self, op: tf.Operation) -> str:
         """A view of the latest computation of the tensor whose buffer it shares."""
-        key = (op.name, *(self.tensor(t).ref() for t in op.inputs))
-        if key not in self.views:
-            self.views[key] = self._add(op, f"{op.name}__view{len(self.views)}")
-        return self.views[key]
+        key = (op.name, *map(self.tensor, op.inputs))
+        if key not in self._views:
+            self._views[key] = self._add(op, f"{op.name}__view{len(self._views)}")
+        return self._views[key]

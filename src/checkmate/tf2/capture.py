@@ -21,7 +21,6 @@ from checkmate.tf2.op_properties import (
     classify,
     handles,
     output_bytes,
-    recomputable,
     static_shape_values,
     tensor_bytes,
 )
@@ -29,8 +28,7 @@ from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
-Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]
-"""Gives the cost and workspace of each of several ops."""
+Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]  # gives the cost and workspace of each of several ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,16 +41,6 @@ class Capture:
     members: tuple[tf.Operation, ...]  # the op of the trace behind each op of the graph
     # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
-    values: Mapping[str, int]  # of each tensor that an op of the graph computes, by the tensor's name
-
-    def value_of(self, tensor: tf.Tensor) -> int | None:
-        """The value whose buffer a tensor uses, or None if the buffer is resident."""
-        return self.values.get(base_tensor(tensor, self.kinds).name)
-
-    @property
-    def effects(self) -> tuple[int, ...]:
-        """Ops that must run even if no output depends on them. Indices of ops of the graph."""
-        return tuple(o for o, op in enumerate(self.members) if self.kinds[op.name] == "effect")
 
 
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
@@ -116,8 +104,8 @@ class _Builder:
         ops = [self._op(op, measure, where, clobbers) for op, measure in zip(members, measures, strict=True)]
         pairs = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
         graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
-        self._warn_opaque(members)
-        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads), self.values)
+        self._log_opaque(members)
+        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads))
 
     def _needed(self) -> set[str]:
         """Names of the ops on which an output or an effect depends."""
@@ -254,7 +242,10 @@ class _Builder:
             outputs=tuple(self.values[t.name] for t in op.outputs),
             cost=measure.cost_ns,
             workspace_bytes=measure.workspace_bytes,
-            recomputable=self.kinds[op.name] == "op" and recomputable(op) and not self._in_optimizer(op),
+            # No shape gives the bytes of a tensor list.
+            recomputable=self.kinds[op.name] == "op"
+            and not self._in_optimizer(op)
+            and all(t.dtype != tf.variant for t in (*op.inputs, *op.outputs)),
             clobbered_by=tuple(sorted(where[c] for c in clobbers[op.name])),
             phase=self.trace.phase(self.index[op.name]),
             kind=op.type,
@@ -268,16 +259,11 @@ class _Builder:
         constants = [op for op in self.ops if op.type == "Const" and op.name in self.needed]
         return sum(outside) + sum(map(tensor_bytes, self.trace.arguments)) + sum(map(output_bytes, constants))
 
-    def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
+    def _log_opaque(self, members: Sequence[tf.Operation]) -> None:
         opaque = [op for op in members if op.type in OPAQUE and not op.node_def.attr["_XlaMustCompile"].b]
         if opaque:
-            names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
-            _log.warning(
-                "%d loops, branches or nested functions are each one op of the plan: what they allocate and keep is measured and "
-                "counted, and cannot be planned (LSTM(..., unroll=True) has no loop): %s",
-                len(opaque),
-                names,
-            )
+            names = ", ".join(f"{op.name} ({op.type})" for op in opaque)
+            _log.info("loops, branches and nested functions are each one op of the plan, measured and not planned: %s", names)
 
 
 def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from checkmate.cost.store import OpCost
+
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
 """Role of an op of the traced step.
 
@@ -93,10 +95,16 @@ def tensor_bytes(tensor: tf.Tensor) -> int:
     return max((tensor_bytes(t) for t in tensor.op.inputs), default=0)
 
 
+def is_open(tensor: tf.Tensor) -> bool:
+    """Whether the bytes of a tensor are known only when a step runs: a tensor list, or a size that depends on the data."""
+    empty = tensor.dtype in (tf.resource, tf.string) or tensor.op.type in _RESERVE
+    return tensor.dtype == tf.variant or not (empty or tensor.shape.is_fully_defined())
+
+
 def _examples(graph: Any) -> int | None:
     """Number of examples in the batch of a traced step: the first dimension of its first input that has one."""
     shapes = (t.shape.as_list() for t in graph.inputs if t.dtype != tf.resource and t.shape.rank)
-    return next((shape[0] for shape in shapes), None)
+    return next((shape[0] for shape in shapes if shape[0] is not None), None)
 
 
 def output_bytes(op: tf.Operation) -> int:
@@ -109,21 +117,16 @@ def makes_constant(op: tf.Operation) -> bool:
     return output_bytes(op) <= 4096
 
 
-def recomputable(op: tf.Operation) -> bool:
-    """Whether an op of kind ``op`` can be recomputed. Ops on variants (tensor lists) cannot: no shape gives their bytes."""
-    return not any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
-
-
 def handles(op: tf.Operation) -> tuple[str, ...]:
     """Names of the resource handles (variables) among the inputs of an op."""
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)
 
 
-def estimate_ns(op: tf.Operation) -> int:
-    """Estimated nanoseconds of an op, from the bytes that it reads and writes."""
+def estimated(op: tf.Operation) -> OpCost:
+    """Cost of an op, estimated from the bytes that it reads and writes; its workspace is taken as 0."""
     moved = output_bytes(op) + sum(tensor_bytes(t) for t in op.inputs)
     # 8 GB/s as one core of a CPU moves them, and a microsecond so that no op is free: ratios of costs decide a plan.
-    return 1000 + math.ceil(moved * 1e9 / 8e9)
+    return OpCost(1000 + math.ceil(moved * 1e9 / 8e9), 0)
 
 
 def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -32,7 +32,7 @@ from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
-from checkmate.tf2.profiler import capture_with_costs, synthetic_batch
+from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
@@ -78,19 +78,18 @@ def calibrate(
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
-    TensorFlow allocates other bytes than the live bytes of a plan: fewer if an op writes its output into a dying input, more if
-    the allocator does not split a free chunk. Each plan is therefore run on the flat tensors of a batch. ``replan`` makes the
-    cheapest plan within an amount of live bytes. The plan that keeps everything counts as the first trial, if it was measured.
+    TensorFlow allocates other bytes than the live bytes of a plan (docs/decisions/0014). Each plan is therefore run on the flat
+    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. The plan that keeps everything counts
+    as the first trial, if it was measured.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
     policy = Offset(resident_bytes=capture.graph.resident_bytes)
     search = _Search(capture, budget.resolve(capture.graph), replan, batch, everything, policy)
-    best = search.run()
-    if best is None and search.smallest.needed_bytes > search.budget_bytes:
+    if (best := search.run()) is None:
         raise search.refusal()
-    return best or search.smallest
+    return best
 
 
 @dataclass(eq=False)
@@ -113,23 +112,29 @@ class _Search:
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
-        """The cheapest plan that fits with half of the headroom; None if none was found, and the least measured is left."""
+        """The cheapest plan that fits with half of the headroom, which another free chunk may take; None if none was found."""
         trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
         if self.everything is not None and self.everything.measured_bytes is not None:
             self.measured[self.everything.result.plan.order] = self.everything
             trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
-        failure = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials.trials))
-        self.error = failure or self.error
-        best = trials.best((self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2)
-        return None if best is None else best.outcome
+        self.error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
+        limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
+        if (best := trials.best(limit)) is not None:
+            return best.outcome
+        return self.smallest if self.smallest.needed_bytes <= limit else None
 
-    def _hopeless(self, trials: Sequence[Trial[Any]]) -> bool:
-        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials."""
-        near = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes)
-        if trials[-1].within(int(near)) and len(trials) < 3:
+    def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
+        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
+
+        A smallest plan that does not is a trial itself.
+        """
+        near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
+        if trials.trials[-1].within(int(near)) and tried < 3:
             return False
-        needed = self.smallest.needed_bytes
-        return needed > near or (needed > self.budget_bytes and len(trials) >= 3)
+        hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
+        if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
+            trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
+        return hopeless
 
     def refusal(self) -> InfeasibleBudgetError:
         """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""
@@ -236,7 +241,7 @@ class PlannedSteps:
             if keep_all_bytes(graph) <= 0.5 * device_bytes:
                 return PlannedFunction.of(captured, keep_everything(graph))
             budget = Budget.parse(device_bytes)
-        data = synthetic_batch(captured.trace.arguments) if batch is None else batch
+        data = [*map(synthetic, captured.trace.arguments)] if batch is None else batch
         with restored(captured.trace.variables):
             everything = None
             if budget.is_share and (self._keeps_everything or self.budget_bytes is None):
@@ -317,15 +322,13 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
     Missing labels or weights are None or an empty optional.
     """
     data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
-    for leaf in tf.nest.flatten(data):
-        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            raise OptionError(
-                f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
-                hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
-            )
-    leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
-    specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
-    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None]
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    leaves = [
+        leaf if leaf is None or isinstance(leaf, composite) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)
+    ]
+    specs = [None if leaf is None else tf.type_spec_from_value(leaf) for leaf in leaves]
+    flat = tf.nest.flatten(leaves, expand_composites=True)
+    return tf.nest.pack_sequence_as(data, specs), [leaf for leaf in flat if leaf is not None]
 
 
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:

@@ -1,18 +1,19 @@
 """Measured time and workspace of ops on the user's device. Each distinct op is measured once; a store keeps the result.
 
-A loop, as in `LSTM`, is one op of the graph. Allocations of its body, and the tensor lists that it fills for the backward
-pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. Therefore loops,
-branches, nested functions and tensor lists are measured in one run of the step, which computes everything once, in the order of
+A loop, as in `LSTM`, is one op of the graph. What its body allocates, tensor lists (of the type ``variant``), and sizes that
+depend on the data have no static shape. They are measured in one run of the step, which computes everything once, in the order of
 the graph; each allocation has the name of the op that requested it.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
@@ -29,7 +30,15 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, capture_trace
-from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, output_bytes, static_shape_values
+from checkmate.tf2.op_properties import (
+    OPAQUE,
+    estimated,
+    is_open,
+    makes_constant,
+    output_bytes,
+    static_shape_values,
+    tensor_bytes,
+)
 from checkmate.tf2.peak import default_device, has_memory_stats, reserve, restored
 from checkmate.tf2.trace import Trace
 
@@ -39,14 +48,17 @@ _log = logging.getLogger("checkmate.tf2")
 def measured_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs of ops of a traced step, measured or read from the user's cost cache; ops of the same signature are measured once."""
     here = environment()
-    return MeasuredCosts[tf.Operation](
-        signature=lambda op: signature(op, here), measure=lambda ops, known: _measure_all(ops), estimate=_estimate
-    )(ops)
+
+    def measure(ops: Mapping[str, tf.Operation], _known: object) -> dict[str, OpCost]:
+        each = progress.counted(ops.items(), "measuring costs")
+        return {key: cost for key, op in each if (cost := _measure(op)) is not None}  # without those that cannot be run alone
+
+    return MeasuredCosts[tf.Operation](signature=lambda op: signature(op, here), measure=measure, estimate=estimated)(ops)
 
 
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
-    """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
-    return [_estimate(op) for op in ops]
+    """Costs estimated from the bytes that ops read and write; nothing runs."""
+    return [estimated(op) for op in ops]
 
 
 def capture_with_costs(
@@ -65,23 +77,15 @@ def capture_with_costs(
     return _with_opaque_measured(capture_trace(traced, measured_costs, name), batch)
 
 
-def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
-    """Measured costs by signature, without the ops that cannot be run alone."""
-    each = progress.counted(ops.items(), "measuring costs")
-    return {key: cost for key, op in each if (cost := _measure(op)) is not None}
-
-
-def _estimate(op: tf.Operation) -> OpCost:
-    return OpCost(estimate_ns(op), 0)
-
-
 def signature(op: tf.Operation, environment: str) -> str | None:
     """Key of an op's cost in the store: everything that its cost depends on. None if the op cannot be run alone."""
     if op.op_def.is_stateful or op.type in OPAQUE:
         return None
     if any(t.dtype in (tf.resource, tf.variant) or not t.shape.is_fully_defined() for t in op.inputs):
         return None
-    inputs = [f"{t.dtype.name}{t.shape.as_list()}{_digest(_static_value(t))}" for t in op.inputs]
+    values = [_static_value(t) for t in op.inputs]  # which can determine an op's cost (axes, shapes)
+    digests = ["" if v is None else hashlib.sha256(np.ascontiguousarray(v).tobytes()).hexdigest()[:12] for v in values]
+    inputs = [f"{t.dtype.name}{t.shape.as_list()}={d}" for t, d in zip(op.inputs, digests, strict=True)]
     ignored = ("_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids")  # they do not affect the cost
     given = [(k, v) for k, v in op.node_def.attr.items() if k not in ignored]
     attributes = sorted(f"{k}={v.SerializeToString(deterministic=True).hex()}" for k, v in given)
@@ -103,19 +107,11 @@ def environment() -> str:
     return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
 
 
-def _digest(value: Any) -> str:
-    """Digest of a static value, which can determine an op's cost (axes, shapes); empty without a value."""
-    if value is None:
-        return ""
-    array = np.ascontiguousarray(value)
-    return "=" + hashlib.sha256(array.tobytes()).hexdigest()[:12]
-
-
 def _measure(op: tf.Operation) -> OpCost | None:
     try:
         # Indices, axes and shapes must be valid for an op to run, and have their values. Other inputs are synthetic.
         values = [_static_value(t) for t in op.inputs]
-        inputs = [_random(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
+        inputs = [synthetic(t) if v is None else tf.constant(v, t.dtype) for t, v in zip(op.inputs, values, strict=True)]
         run = functools.partial(run_op, op, inputs)
         run()
         return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
@@ -141,12 +137,8 @@ def _static_value(tensor: tf.Tensor) -> Any:
     return run_op(op, inputs)[tensor.value_index].numpy()
 
 
-def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Tensors of the shapes and types of some placeholders: uniform random floats, or zeros."""
-    return [_random(tensor) for tensor in arguments]
-
-
-def _random(tensor: tf.Tensor) -> tf.Tensor:
+def synthetic(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor of the shape and type of a traced one: uniform random floats, or zeros."""
     if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
         return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
@@ -174,35 +166,42 @@ def _workspace_bytes(run: Callable[[], Any]) -> int:
 
 
 def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -> Capture:
-    """The same step with measured costs, workspaces and outputs of the ops whose inside is not in the graph.
+    """The same step with measured costs, workspaces and outputs of the ops that no shape or single run describes.
 
     The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored
-    afterwards, unless an earlier process has measured the same graph.
+    afterwards, unless an earlier process has measured the same graph, and no size depends on the data.
     """
-    opaque = [o for o, op in enumerate(capture.members) if op.type in OPAQUE or any(t.dtype == tf.variant for t in op.outputs)]
+    members, graph = capture.members, capture.graph
+    unsized = [o for o, op in enumerate(members) if any(map(is_open, (*op.inputs, *op.outputs)))]
+    opaque = sorted({*unsized, *(o for o, op in enumerate(members) if op.type in OPAQUE)})
     if not opaque or not has_memory_stats(default_device()):
         return capture
     store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
-    keys = {o: f"{o} of {capture.graph.digest} {environment()}" for o in opaque}
-    known = store.get(keys.values())
+    keys = {o: f"{o} of {graph.digest} {environment()}" for o in opaque}
+    data = [*map(synthetic, capture.trace.arguments)] if batch is None else batch
+    by_data = any(t.dtype != tf.variant and is_open(t) for o in unsized for t in members[o].outputs)
+    known = {} if by_data else store.get(keys.values())
     if len(known) < len(keys):
         try:
-            measured = _measure_opaque(capture, opaque, synthetic_batch(capture.trace.arguments) if batch is None else batch)
+            measured = _measure_opaque(capture, opaque, data)
         except tf.errors.ResourceExhaustedError:
             _log.warning("loops and nested functions could not be measured: a step that keeps everything does not fit")
             return capture
-        store.add({keys[o]: cost for o, cost in measured.items()})
-        known = {keys[o]: cost for o, cost in measured.items()} | store.get(keys.values())
-    ops, values = list(capture.graph.ops), list(capture.graph.values)
+        known |= {keys[o]: cost for o, cost in measured.items()}
+        store.add(known)
+    ops, values = list(graph.ops), list(graph.values)
     for o, key in keys.items():
         cost, workspace_bytes, retained = known[key]
         ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
-        member = capture.members[o]
-        lists = [v for v, tensor in zip(ops[o].outputs, member.outputs, strict=True) if tensor.dtype == tf.variant]
-        share, rest = divmod(max(0, retained - output_bytes(member)), len(lists) or 1)
-        for i, v in enumerate(lists):  # the backward loop reads them together
+        outputs = [(v, t) for v, t in zip(ops[o].outputs, members[o].outputs, strict=True) if values[v].base is None]
+        unknown = [v for v, t in outputs if is_open(t)]
+        share, rest = divmod(max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t))), len(unknown) or 1)
+        if not retained and ops[o].recomputable:  # it wrote into an input that the step has read
+            share = max((values[v].size_bytes for v in ops[o].inputs), default=0)
+        for i, v in enumerate(unknown):  # a backward loop reads the lists together
             values[v] = msgspec.structs.replace(values[v], size_bytes=share + (rest if i == 0 else 0))
-    return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=tuple(ops), values=tuple(values)))
+    resident = graph.resident_bytes + sum(map(tensor_bytes, data)) - sum(map(tensor_bytes, capture.trace.arguments))
+    return replace(capture, graph=msgspec.structs.replace(graph, ops=tuple(ops), values=tuple(values), resident_bytes=resident))
 
 
 class _OpaqueCost(NamedTuple):
@@ -220,27 +219,29 @@ def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.
         function(*batch)
         events = trace_events(lambda: function(*batch))
     owners = _owners(capture, opaque, events)
+    begins = [event.begin_ns for event in events]
+    starts = {owner: position for position, owner in reversed([*enumerate(owners)]) if owner is not None}
+    ends: dict[int | None, int] = {}  # nanoseconds: what an op frees at its end has no name
+    for event, owner in zip(events, owners, strict=True):
+        ends[owner] = max(ends.get(owner, 0), event.end_ns)
     blocks: dict[int, tuple[int | None, int]] = {}  # address -> op that allocated it, and bytes
-    changes: list[int] = []  # of the allocated bytes, by each event
-    last = {owner: position for position, owner in enumerate(owners)}
-    retained: dict[int, int] = {}
-    for position, (event, owner) in enumerate(zip(events, owners, strict=True)):
-        address = int(event.stats.get("addr") or 0)
+    held, retained = [0], Counter[int | None]()  # allocated bytes before each event, and at the end; bytes that each op leaves
+    for event, owner in zip(events, owners, strict=True):
+        address, change = int(event.stats.get("addr") or 0), 0
         if event.name == "MemoryAllocation":
-            blocks[address] = owner, event.requested_bytes
-            changes.append(event.requested_bytes)
-        else:
-            changes.append(-blocks.pop(address, (None, 0))[1] if event.name == "MemoryDeallocation" else 0)
-        if owner is not None and last[owner] == position:
-            retained[owner] = sum(size for allocator, size in blocks.values() if allocator == owner)
-    held = [0, *itertools.accumulate(changes)]  # allocated bytes before each event, and at the end
+            blocks[address], change = (owner, event.requested_bytes), event.requested_bytes
+            retained[owner] += change
+        elif event.name == "MemoryDeallocation":
+            allocator, size = blocks.pop(address, (None, 0))
+            change = -size
+            retained[allocator] -= size if event.begin_ns <= ends.get(allocator, 0) else 0
+        held.append(held[-1] + change)
     found = {o: _OpaqueCost(1, 0, 0) for o in opaque}  # an op without nodes has no events
-    for owner, kept in retained.items():
-        first, end = owners.index(owner), last[owner] + 1
+    for owner, first in starts.items():
+        end, kept = bisect.bisect_right(begins, ends[owner]), retained[owner]
         # A backward loop frees the lists that it reads while it runs; the plan counts these until its end.
         peak = max(kept, max(held[first + 1 : end + 1]) - held[first])
-        took = max(event.end_ns for event in events[first:end]) - events[first].begin_ns
-        found[owner] = _OpaqueCost(quantise(took), peak - kept, kept)
+        found[owner] = _OpaqueCost(quantise(ends[owner] - events[first].begin_ns), peak - kept, kept)
     return found
 
 

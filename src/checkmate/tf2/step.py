@@ -20,8 +20,7 @@ from checkmate.tf2.planned_steps import PlannedFunction, PlannedSteps
 from checkmate.tf2.profiler import capture_with_costs
 from checkmate.tf2.trace import Compiled, Loss, check_model, trace_step
 
-ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
-"""Names of the specifications of the arguments of a step."""
+ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")  # names of the specifications of the arguments of a step
 
 
 def specs_of(sample: Any, name: str, *, closed: bool = False) -> Any:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Phase
-from checkmate.tf2._compat import inlined_functions
+from checkmate.tf2._compat import created_outside, inlined_functions
 
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
@@ -53,15 +53,10 @@ def check_environment(model: keras.Model) -> None:
             hint="set `trainable = True` on the model or on some of its layers",
         )
     strategy = model.distribute_strategy
-    if strategy is not tf.distribute.get_strategy():
+    if strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy():
         raise OptionError(
-            f"model {model.name!r} was created in the scope of a {type(strategy).__name__}, and a step is planned for one device",
-            hint="build and compile the model outside of `strategy.scope()`",
-        )
-    if tf.distribute.has_strategy():
-        raise OptionError(
-            "a step is planned for one device, and this call is inside the scope of a tf.distribute strategy",
-            hint="make this call outside of `strategy.scope()`",
+            f"model {model.name!r} was made or is planned in the scope of a {type(strategy).__name__}; a step is for one device",
+            hint="build, compile and plan the model outside of `strategy.scope()`",
         )
     if tf.config.functions_run_eagerly():
         raise OptionError(
@@ -136,16 +131,11 @@ class Trace:
 
 
 class PhaseMarks:
-    """Records the op of a traced function at which each phase begins, in the form of `Trace.phases`."""
+    """Records the op of the function that is traced now at which each phase begins, in the form of `Trace.phases`."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[int, Phase]] = []
-        self._graph: Any = None
-
-    def start(self) -> None:
-        """Forget the marks of an earlier trace: TensorFlow can trace a function twice, to create its variables."""
-        self._graph = tf.compat.v1.get_default_graph()
-        self.parts = [(0, "forward")]
+        self._graph: Any = tf.compat.v1.get_default_graph()
+        self.parts: list[tuple[int, Phase]] = [(0, "forward")]
 
     def begin(self, phase: Phase) -> None:
         """Mark that the ops traced from now on belong to a phase. Marks inside a branch or a loop, one op here, do not count."""
@@ -171,17 +161,19 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
     Raises:
         GraphError: The step cannot be traced.
     """
-    marks = PhaseMarks()
+    phases: list[tuple[int, Phase]] = []
 
     def traced(*batch: Any) -> Any:
-        marks.start()
+        marks = PhaseMarks()
         with contextlib.ExitStack() as shadows:
             shadows.enter_context(_marked(model, "compute_loss", marks, "loss"))
             for optimizer in _optimizers(model):
                 shadows.enter_context(_marked(optimizer, "apply", marks, "optimizer"))
             shadows.enter_context(inlined_functions())
+            shadows.enter_context(tf.variable_creator_scope(created_outside))
             results = step(*batch)
         marks.find_backward()
+        phases[:] = marks.parts
         return results
 
     try:
@@ -193,7 +185,7 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
             f"the step cannot be traced: {str(error).strip().splitlines()[0]}",
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
-    return Trace(function, tuple(marks.parts), tuple(function.graph.variables))
+    return Trace(function, tuple(phases), tuple(function.graph.variables))
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
