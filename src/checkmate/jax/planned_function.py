@@ -19,6 +19,7 @@ from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
+from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
 from checkmate.jax.graph.trace import Pure, is_inexact, trace_pair
 from checkmate.jax.profiler import cost_source
@@ -92,7 +93,8 @@ class PlannedFunction(Figures):
 
     def _program(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
         trace, boundary = trace_pair(pure, values, wanted)
-        captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
+        name, fusions = getattr(self._function, "__name__", "function"), fusions_of(trace, boundary)
+        captured = capture_trace(trace, self._costs, name, boundary=boundary, fusions=fusions)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
         compilation = Compilation(
             captured, [*values, *boundary.specs], exact=self._exact, verify=self._verify and axes is not None, axes=axes

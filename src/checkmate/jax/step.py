@@ -21,6 +21,7 @@ from checkmate.jax._compat import is_tracer
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, has_modules, has_numbers
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
+from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.trace import Trace, trace_flat
 from checkmate.jax.profiler import cost_source
@@ -193,7 +194,8 @@ def _captured(
         reused = Counter(_types(results)) & Counter(_types([trace.types[trace.arguments[p]] for p in positions]))
         donated_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reused.elements())
         name = getattr(step, "__name__", "step")
-        return arguments, flat, capture_trace(trace, source, name, donated_bytes=donated_bytes), positions
+        captured = capture_trace(trace, source, name, donated_bytes=donated_bytes, fusions=fusions_of(trace))
+        return arguments, flat, captured, positions
 
 
 def _traced(flat: FlatFunction, arguments: Arguments) -> Trace:

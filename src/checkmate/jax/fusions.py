@@ -1,0 +1,77 @@
+"""The loops into which XLA fuses a program, and the outputs that it stores, read from one compilation of the program."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from checkmate.cost.store import Store
+from checkmate.frontend import progress
+from checkmate.jax.graph.capture import Fusions, collectives_of
+from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
+from checkmate.jax.profiler import known_or_made, quickly, signature
+
+_log = logging.getLogger("checkmate.jax")
+
+_SCOPE = "checkmate.equation."
+"""Name of a scope around each equation, before its position in the program; XLA keeps it with each instruction."""
+
+_EQUATION = re.compile(rf"{re.escape(_SCOPE)}(\d+)")
+_MADE = re.compile(r" = (\(.*?\)|\S+) (?!bitcast|constant|get-tuple|parameter|tuple)[\w-]+\(.*?\)(?:.* calls=%?([\w.\-]+))?")
+_ARRAY = re.compile(r"\b[a-z]+(\d*)\[([\d,]*)\]")
+
+
+def fusions_of(trace: Trace, boundary: Boundary | None = None) -> Fusions | None:
+    """The fusions of a program; None for programs with collectives or loops over layers, and for those that do not compile."""
+    equations = [equation.eqn for equation in trace.equations]
+    if collectives_of(equations) or any(eqn.primitive.name == "scan" for eqn in equations):
+        return None
+    store = Store("fusions", Fusions, "programs are compiled in every process to read what XLA stores")
+    try:
+        return known_or_made(store, f"{signature(trace.equations)} {trace.results}", lambda: _compiled(trace, boundary))
+    except jax.errors.JaxRuntimeError as error:
+        _log.info("the program was not compiled, and its fusions are guessed: %s", str(error).split("\n", 1)[0])
+        return None
+
+
+def _compiled(trace: Trace, boundary: Boundary | None) -> Fusions:
+    def run(arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip(trace.arguments, arguments, strict=True)) | dict(trace.constants)
+        for position, equation in enumerate(trace.equations):
+            with jax.named_scope(f"{_SCOPE}{position}"):
+                values.update(equation.computed(values))
+        return [result(values, v) for v in trace.results]
+
+    function, specs = as_called(run, trace, boundary)
+    with progress.shown("compiling the program"):
+        compiled: Any = jax.jit(function).lower(*specs).compile(compiler_options=quickly())
+    return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes))
+
+
+def _read(text: str, temp_bytes: int) -> Fusions:
+    """The fusions of a compiled program, from its instructions and those of the computations that they call."""
+    inside, made_bytes, members = defaultdict[str, list[int]](list), Counter[int](), defaultdict[int, set[int]](set)
+    computation = ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            computation = line.split(" ", 1)[0]
+        if named := _EQUATION.search(line):
+            inside[computation.lstrip("%")].append(int(named[1]))
+        if computation == "ENTRY" and (made := _MADE.search(line)):
+            fused = inside.get(made[2] or "", [])
+            # A copy in another layout has no name: it belongs to the last equation that is fused with it.
+            for last in [int(named[1])] if named else fused[-1:]:
+                members[last].update((last, *fused))
+                made_bytes[last] += sum(_bytes(bits, sizes) for bits, sizes in _ARRAY.findall(made[1]))
+    return Fusions(temp_bytes, {last: tuple(sorted(some)) for last, some in members.items()}, dict(made_bytes))
+
+
+def _bytes(bits: str, sizes: str) -> int:
+    """Bytes of an array, as in ``f32[8,16]``; ``pred[8]`` has no number of bits."""
+    return math.prod(int(size) for size in sizes.split(",") if size) * max(8, int(bits or 8)) // 8
