@@ -2,8 +2,7 @@
 
 XLA merges equal computations and schedules the rest, which would undo a plan. A fence is one `jax.lax.optimization_barrier`: it
 depends on all earlier computations, and all later ones depend on it. XLA also keeps a barrier over the inputs of a recomputation
-alone, but then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again behind a fence,
-because XLA would store a value and its view as two buffers.
+alone, but then schedules the recomputation as early as it likes (docs/decisions/0013).
 
 XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time, and schedules. There a fence
 is a loop that never runs, unless the user asked for the options that keep barriers. A loop would copy the arguments of a program:
@@ -41,9 +40,11 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._fences, self.saved = self._fences_and_saved(self._fenced(delayed=exact))
+        self._fences, self.saved = self._fences_and_saved(self._fenced())
         self._again = self._computed_again() if self.selects else {}
-        # XLA knows what is computed from constants only.
+        # XLA would make constants that are stored, and each copy of them, when the program begins.
+        stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
+        self._constant = {id(e) for e in stored if not e.read and e.kind in BROADCASTS}
         self._varying = set(capture.trace.arguments)
         for read, written in zip(capture.inputs, capture.outputs, strict=True):
             self._varying.update(() if self._varying.isdisjoint(read) else written)
@@ -84,21 +85,13 @@ class PlannedProgram:
         """Compute an op. Each equation in `again` reads one of its inputs behind a select that depends on the newest value."""
         read = behind_barriers(values, self.capture.inputs[op]) if self._exact else {}
         local: ChainMap[int, Any] = ChainMap({}, read, values)
-        fused = self.capture.members[op][1:] and self.capture.members[op][-1].kind in FUSED | REDUCTIONS
         for equation in self.capture.members[op]:
             v = None if again is None else again.get(id(equation))
             # In `jax.shard_map` a value that is the same on all devices would vary after the select.
             if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
                 local[v] = selected_by(newest, local[v])
             local.update(equation.computed(local))
-            if (
-                not equation.read
-                and equation.kind in BROADCASTS
-                and not fused
-                and newest is not None
-                and not varying_axes(newest)
-            ):
-                # XLA would make a constant, and each copy of it, when the program begins.
+            if newest is not None and id(equation) in self._constant and not varying_axes(newest):
                 (v,) = equation.outputs
                 local[v] = jnp.where(_always(newest), local[v], local[v] == 0)
         values.update({v: local[v] for v in self.capture.outputs[op]})
@@ -132,8 +125,8 @@ class PlannedProgram:
         made = (v for op in ops for v in self.capture.outputs[op] if v in values and v in self._varying)
         return next((v for v in made if values[v].size and jnp.issubdtype(values[v].dtype, jnp.floating)), None)
 
-    def _fenced(self, *, delayed: bool) -> set[int]:
-        """Positions at which a run of recomputations begins; if `delayed`, also runs of computations later than in the program.
+    def _fenced(self) -> set[int]:
+        """Positions at which a run of recomputations begins; in exact programs also runs of computations later than in the graph.
 
         Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which
         can cost more bytes and time than the delays save. From the first recomputation on, a fence also follows each op that
@@ -143,7 +136,7 @@ class PlannedProgram:
         results = set(self.capture.trace.results)
         furthest, late_before, made = -1, False, False
         for p, op in enumerate(self.order):
-            late = op in seen or (delayed and op < furthest)
+            late = op in seen or (self._exact and op < furthest)
             if (late and not late_before) or (made and found):
                 found.add(p)
             made = not results.isdisjoint(self.capture.outputs[op]) and not self._exact

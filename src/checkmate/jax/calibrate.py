@@ -175,11 +175,6 @@ class Compilation:
             PlanStore(self.key).add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
         return self.known[order]
 
-    def plain_bytes(self, whole: Result) -> int:
-        """Bytes of temporary values of the function without a plan, or of a plan that keeps everything."""
-        fusions = self.capture.fusions
-        return self.temp_bytes(whole) if fusions is None or self.exact or self.donated else fusions.temp_bytes
-
     def _compiled(self, program: PlannedProgram) -> int:
         options = {} if program.selects else None
         compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
@@ -338,11 +333,12 @@ class _Programs:
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Compilation, Result, int]:
     """The cheapest plan found whose compiled bytes keep a budget, with its program, and the budget in bytes.
 
-    A share is one of the compiled bytes of keeping everything. This compilation is the first trial.
+    A share is one of the compiled bytes of the program without a plan, or of keeping everything.
     """
     graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
     whole = keep_everything(graph)
-    most = resident + compilation.plain_bytes(whole)
+    plain = None if compilation.exact or compilation.donated else compilation.capture.fusions
+    most = resident + (compilation.temp_bytes(whole) if plain is None else plain.temp_bytes)
     budget = wanted.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
     if most <= budget:
         most = resident + compilation.temp_bytes(whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter, defaultdict
@@ -17,11 +16,7 @@ from checkmate.jax.graph.capture import Fusions, collectives_of
 from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
 from checkmate.jax.profiler import known_or_made, quickly, signature
 
-_log = logging.getLogger("checkmate.jax")
-
-_SCOPE = "checkmate.equation."
-"""Name of a scope around each equation, before its position in the program; XLA keeps it with each instruction."""
-
+_SCOPE = "checkmate.equation."  # around each equation, before its position in the program; XLA keeps it with each instruction
 _EQUATION = re.compile(rf"{re.escape(_SCOPE)}(\d+)")
 _MADE = re.compile(r" = (\(.*?\)|\S+) (?!bitcast|constant|get-tuple|parameter|tuple)[\w-]+\(.*?\)(?:.* calls=%?([\w.\-]+))?")
 _ARRAY = re.compile(r"\b[a-z]+(\d*)\[([\d,]*)\]")
@@ -35,8 +30,7 @@ def fusions_of(trace: Trace, boundary: Boundary | None = None) -> Fusions | None
     store = Store("fusions", Fusions, "programs are compiled in every process to read what XLA stores")
     try:
         return known_or_made(store, f"{signature(trace.equations)} {trace.results}", lambda: _compiled(trace, boundary))
-    except jax.errors.JaxRuntimeError as error:
-        _log.info("the program was not compiled, and its fusions are guessed: %s", str(error).split("\n", 1)[0])
+    except jax.errors.JaxRuntimeError:  # it has parts for other devices
         return None
 
 
@@ -68,10 +62,6 @@ def _read(text: str, temp_bytes: int) -> Fusions:
             # A copy in another layout has no name: it belongs to the last equation that is fused with it.
             for last in [int(named[1])] if named else fused[-1:]:
                 members[last].update((last, *fused))
-                made_bytes[last] += sum(_bytes(bits, sizes) for bits, sizes in _ARRAY.findall(made[1]))
+                for bits, sizes in _ARRAY.findall(made[1]):  # as in f32[8,16] or pred[8]
+                    made_bytes[last] += math.prod(int(n) for n in sizes.split(",") if n) * max(8, int(bits or 8)) // 8
     return Fusions(temp_bytes, {last: tuple(sorted(some)) for last, some in members.items()}, dict(made_bytes))
-
-
-def _bytes(bits: str, sizes: str) -> int:
-    """Bytes of an array, as in ``f32[8,16]``; ``pred[8]`` has no number of bits."""
-    return math.prod(int(size) for size in sizes.split(",") if size) * max(8, int(bits or 8)) // 8

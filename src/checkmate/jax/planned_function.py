@@ -131,7 +131,7 @@ def remat(
         function: A function of arrays and nests of arrays, like a loss.
         budget: As in `plan`. None, if there is no plan and `exact` is False, returns the function as it is.
         costs: Where costs come from, as in `plan`.
-        verify: False skips the compilations.
+        verify: False compiles no plans.
         exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, and XLA fuses no two
             ops. Without a budget everything is kept, with these bits. Second derivatives are not exact.
         options: The options below, by name.

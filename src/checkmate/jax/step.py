@@ -98,7 +98,7 @@ def plan(
         costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
             of a device, like ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
-        verify: False skips the compilations; `PlannedStep.temp_bytes` is then None.
+        verify: False compiles no plans; `PlannedStep.temp_bytes` is then None.
         exact: True gives the same bits at every budget, as in `remat`.
         options: The options below, by name.
         solver: A solver or its name; `Auto` by default.

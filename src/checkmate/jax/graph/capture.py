@@ -82,7 +82,8 @@ def flops(eqn: Any) -> int:
 def moved_bytes(eqn: Any) -> int:
     """Bytes that an equation reads and writes; of a loop, those of all iterations."""
     inside = [sum(map(moved_bytes, body.eqns)) for body in bodies(eqn)]
-    own = sum(type_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    moved = () if eqn.primitive.name in VIEWS | {"optimization_barrier"} else (*eqn.invars, *eqn.outvars)
+    own = sum(type_bytes(v.aval) for v in moved)
     return max([own, *(i * eqn.params.get("length", 1) for i in inside)])
 
 
@@ -157,7 +158,7 @@ class _Builder:
         reads, writes = [tuple(types_from_outside(chain)) for chain in members], [chain[-1].outputs for chain in members]
         tangents: tuple[int, ...] = ()
         if self.boundary is not None:
-            at, tangents = sum(self._phase(chain) == "forward" for chain in members), self.boundary.tangents
+            at, tangents = sum(self.phases[id(chain[-1])] == "forward" for chain in members), self.boundary.tangents
             members.insert(at, ())
             reads.insert(at, tuple(dict.fromkeys(v for v in self.trace.results[: self.boundary.results] if isinstance(v, int))))
             writes.insert(at, tangents)
@@ -176,9 +177,6 @@ class _Builder:
         graph = Graph(tuple(ops), tuple(values), resident_bytes=resident_bytes, name=name)
         return Capture(graph, self.trace, tuple(members), tuple(writes), tuple(reads), self.boundary, self.fusions)
 
-    def _phase(self, chain: Sequence[Equation]) -> Phase:
-        return self.phases[id(chain[-1])]
-
     def _chains(self) -> list[tuple[Equation, ...]]:
         """The equations of each op: forward ops first if there is a boundary, else in the order of their last equations."""
         equations = self.trace.equations
@@ -194,7 +192,7 @@ class _Builder:
             for head in heads[i]:
                 chains.setdefault(head, []).append(equation)
         found = [tuple(chains[head]) for head in sorted(chains)]
-        return found if self.boundary is None else sorted(found, key=lambda chain: self._phase(chain) != "forward")
+        return found if self.boundary is None else sorted(found, key=lambda chain: self.phases[id(chain[-1])] != "forward")
 
     def _heads(self, i: int, readers: Mapping[int, Sequence[int]], heads: Sequence[set[int]]) -> set[int]:
         """The ends of the chains that compute an equation; the equation itself is one if its output is stored."""
@@ -219,25 +217,21 @@ class _Builder:
         if not chain:
             return Op(BOUNDARY, inputs, outputs, 0, recomputable=False, phase="loss", kind=BOUNDARY)
         last, measure = chain[-1], next(measured)
+        copies = 0  # of the output, in other layouts, that XLA makes together with it
+        if self.fusions is not None and last.kind in FUSED:
+            made = self.fusions.made_bytes.get(self.position[id(last)], 0)
+            copies = made - sum(map(self.trace.size_bytes, last.outputs))
         return Op(
             name=_name(chain),
             inputs=inputs,
             outputs=outputs,
             cost=measure.cost_ns,
-            workspace_bytes=self._workspace(chain, measure),
+            workspace_bytes=max(measure.workspace_bytes, copies),
             recomputable=not any(map(has_effects, chain)),
-            phase=self._phase(chain),
+            phase=self.phases[id(chain[-1])],
             kind=last.kind,
             source=source_of(last.eqn),
         )
-
-    def _workspace(self, chain: Sequence[Equation], measure: OpCost) -> int:
-        """Bytes of an op alone, or of the copies of its output that XLA makes together with it."""
-        last = chain[-1]
-        if self.fusions is None or last.kind not in FUSED:
-            return measure.workspace_bytes
-        made = self.fusions.made_bytes.get(self.position[id(last)], 0)
-        return max(measure.workspace_bytes, made - sum(map(self.trace.size_bytes, last.outputs)))
 
 
 def _name(chain: Sequence[Equation]) -> str:

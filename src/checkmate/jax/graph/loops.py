@@ -21,8 +21,6 @@ from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
-CostNs = Callable[[tuple[Equation, ...]], int]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loop:
@@ -58,7 +56,7 @@ class _Loop:
 class _Pair:
     """A loop and the loop of its derivative, with the stacks that only the derivative reads."""
 
-    def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], cost_ns: CostNs) -> None:
+    def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], cost_ns: Callable[..., int]) -> None:
         self.loop, self.derivative = loop, derivative
         body, self.length = loop.body, loop.equation.eqn.params["length"]
         _, sources = loop.ends(body.results)
@@ -136,7 +134,7 @@ class _Pair:
 class Loops:
     """The loops of a trace that have a derivative in it; ``stacked_bytes`` are those of the stacks that could be left out."""
 
-    def __init__(self, trace: Trace, cost_ns: CostNs, *, none: bool = False) -> None:
+    def __init__(self, trace: Trace, cost_ns: Callable[..., int], *, none: bool = False) -> None:
         self._trace = trace
         readers: dict[int, list[Equation]] = {}
         for equation in trace.equations:

@@ -189,10 +189,7 @@ class Boundary:
 def as_called(
     program: Callable[[Sequence[Any]], list[Any]], trace: Trace, boundary: Boundary | None
 ) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
-    """A program for the arguments of a trace as its caller compiles it, with the shapes and types of these arguments.
-
-    XLA simplifies with the constant cotangent that `jax.grad` gives to a loss.
-    """
+    """A program with the constant cotangent that `jax.grad` gives to a loss, and the types of its other arguments."""
     types = [trace.types[v] for v in trace.arguments]
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
     scalars = () if boundary is None or any(spec.shape for spec in boundary.specs) else boundary.specs
