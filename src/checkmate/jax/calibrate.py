@@ -33,7 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import ASKED, BARRIERS_TO_THE_END, as_varying, merges_recomputations, removes_barriers, varying_axes
+from checkmate.jax._compat import ASKED, as_varying, barrier_options, merges_recomputations, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -394,7 +394,7 @@ def temp_bytes(
     The function is compiled but not run, with `compiler_options` by default. Results may reuse the buffers of donated arguments.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    chosen: Any = (_options() if options is None else options) | quickly()
+    chosen: Any = (barrier_options() if options is None else options) | quickly()
     analysis: Any = jitted.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
@@ -414,7 +414,7 @@ def compiler_options() -> dict[str, str]:
         True
     """
     ASKED.add(jax.default_backend())
-    return _options()
+    return barrier_options()
 
 
 def _warn_of_undone_fences() -> None:
@@ -429,7 +429,3 @@ def _warn_of_undone_fences() -> None:
         "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
         backend,
     )
-
-
-def _options() -> dict[str, str]:
-    return dict(BARRIERS_TO_THE_END) if removes_barriers(jax.default_backend()) else {}

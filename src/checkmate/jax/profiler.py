@@ -94,10 +94,14 @@ def signature(chain: Chain) -> str:
             for v, s in zip(equation.eqn.invars, equation.inputs, strict=True)
         ]
         outputs = [f"@{number.setdefault(v, len(number))}" for v in equation.outputs]
-        ignored = ("name", "sharding", "out_sharding")
-        parameters = [f"{k}={v}" for k, v in sorted(equation.eqn.params.items()) if k not in ignored]
-        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){','.join(parameters)}")
+        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){_settings(equation)}")
     return ";".join(lines)
+
+
+@functools.lru_cache(10_000)  # an equation is part of the program, and of an op
+def _settings(equation: Equation) -> str:
+    ignored = ("name", "sharding", "out_sharding")
+    return ",".join(f"{k}={v}" for k, v in sorted(equation.eqn.params.items()) if k not in ignored)
 
 
 def _runs_alone(equation: Equation) -> bool:
@@ -169,7 +173,7 @@ def workspace_bytes(chain: Chain) -> int:
 
 
 def known_or_made(store: Store[_R], program: str, make: Callable[[], _R]) -> _R:
-    """What is stored of a program on this device, or else made and stored now."""
+    """The stored value of a program on this device, or else a new one, which is stored."""
     key = hashlib.sha256(f"{program} {environment()}".encode()).hexdigest()
     known = store.get([key]).get(key)
     if known is None:
@@ -178,7 +182,7 @@ def known_or_made(store: Store[_R], program: str, make: Callable[[], _R]) -> _R:
     return known
 
 
-def quickly() -> dict[str, str]:
+def quickly() -> dict[str, Any]:
     """Options for a program that is not to run: LLVM takes half of the time, and comes after XLA has allocated buffers."""
     return {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
 

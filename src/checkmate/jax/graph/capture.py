@@ -104,7 +104,7 @@ def _elements(eqn: Any) -> int:
 
 
 class Fusions(msgspec.Struct, frozen=True):
-    """What XLA stores of a compiled program; equations are given by their positions."""
+    """The outputs that XLA stores of a compiled program; equations are given by their positions."""
 
     temp_bytes: int
     members: dict[int, tuple[int, ...]]  # by each equation whose output is stored: the equations of the loop that computes it
