@@ -94,14 +94,10 @@ def signature(chain: Chain) -> str:
             for v, s in zip(equation.eqn.invars, equation.inputs, strict=True)
         ]
         outputs = [f"@{number.setdefault(v, len(number))}" for v in equation.outputs]
-        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){_settings(equation)}")
+        ignored = ("name", "sharding", "out_sharding")
+        parameters = [f"{k}={v}" for k, v in sorted(equation.eqn.params.items()) if k not in ignored]
+        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){','.join(parameters)}")
     return ";".join(lines)
-
-
-@functools.lru_cache(10_000)  # an equation is part of the program, and of an op
-def _settings(equation: Equation) -> str:
-    ignored = ("name", "sharding", "out_sharding")
-    return ",".join(f"{k}={v}" for k, v in sorted(equation.eqn.params.items()) if k not in ignored)
 
 
 def _runs_alone(equation: Equation) -> bool:
