@@ -331,10 +331,7 @@ class _Programs:
 
 
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Compilation, Result, int]:
-    """The cheapest plan found whose compiled bytes keep a budget, with its program, and the budget in bytes.
-
-    A share is one of the compiled bytes of the program without a plan, or of keeping everything.
-    """
+    """The cheapest plan found whose compiled bytes keep a budget, or a share of plain's, with its program and the budget."""
     graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
     whole = keep_everything(graph)
     plain = None if compilation.exact or compilation.donated else compilation.capture.fusions

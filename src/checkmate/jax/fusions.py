@@ -54,13 +54,13 @@ def _compiled(trace: Trace, boundary: Boundary | None, options: dict[str, Any]) 
 def _read(text: str, temp_bytes: int) -> Fusions:
     """The fusions of a compiled program, from its instructions and those of the computations that they call."""
     inside, made_bytes, members = defaultdict[str, list[int]](list), Counter[int](), defaultdict[int, set[int]](set)
-    computation = ""
+    where = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
-            computation = line.split(" ", 1)[0]
+            where = line.split(" ", 1)[0]
         if named := _EQUATION.search(line):
-            inside[computation.lstrip("%")].append(int(named[1]))
-        if computation == "ENTRY" and (made := _MADE.search(line)):
+            inside[where.lstrip("%")].append(int(named[1]))
+        if where == "ENTRY" and (made := _MADE.search(line)):
             fused = inside.get(made[2] or "", [])
             # A copy in another layout has no name: it belongs to the last equation that is fused with it.
             for last in [int(named[1])] if named else fused[-1:]:

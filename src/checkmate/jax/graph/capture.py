@@ -219,8 +219,7 @@ class _Builder:
         last, measure = chain[-1], next(measured)
         copies = 0  # of the output, in other layouts, that XLA makes together with it
         if self.fusions is not None and last.kind in FUSED:
-            made = self.fusions.made_bytes.get(self.position[id(last)], 0)
-            copies = made - sum(map(self.trace.size_bytes, last.outputs))
+            copies = self.fusions.made_bytes.get(self.position[id(last)], 0) - sum(map(self.trace.size_bytes, last.outputs))
         return Op(
             name=_name(chain),
             inputs=inputs,
