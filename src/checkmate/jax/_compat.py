@@ -118,6 +118,11 @@ def merges_recomputations() -> bool:
     return backend not in ASKED and removes_barriers(backend)
 
 
+def barrier_options() -> dict[str, Any]:
+    """The options that keep barriers on the default device, if it needs any."""
+    return dict(BARRIERS_TO_THE_END) if removes_barriers(jax.default_backend()) else {}
+
+
 @functools.cache
 def removes_barriers(backend: str) -> bool:
     """Whether XLA without the options merges a product of matrices with its recomputation behind a barrier."""

@@ -2,8 +2,7 @@
 
 XLA merges equal computations and schedules the rest, which would undo a plan. A fence is one `jax.lax.optimization_barrier`: it
 depends on all earlier computations, and all later ones depend on it. XLA also keeps a barrier over the inputs of a recomputation
-alone, but then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again behind a fence,
-because XLA would store a value and its view as two buffers.
+alone, but then schedules the recomputation as early as it likes (docs/decisions/0013).
 
 XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time, and schedules. There a fence
 is a loop that never runs, unless the user asked for the options that keep barriers. A loop would copy the arguments of a program:
@@ -18,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import is_tracer, merges_recomputations, varying_axes
-from checkmate.jax.graph.capture import CHEAP, FUSED, REDUCTIONS, VIEWS, Capture
+from checkmate.jax.graph.capture import BROADCASTS, FUSED, REDUCTIONS, VIEWS, Capture
 from checkmate.jax.graph.trace import is_inexact, result, trace_flat
 
 
@@ -42,9 +40,14 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._views = _views(capture) | ({} if exact else _cheap(capture))
-        self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact))
+        self._fences, self.saved = self._fences_and_saved(self._fenced())
         self._again = self._computed_again() if self.selects else {}
+        # XLA would make constants that are stored, and each copy of them, when the program begins.
+        stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
+        self._constant = {id(e) for e in stored if not e.read and e.kind in BROADCASTS}
+        self._varying = set(capture.trace.arguments)
+        for read, written in zip(capture.inputs, capture.outputs, strict=True):
+            self._varying.update(() if self._varying.isdisjoint(read) else written)
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the captured function for its flat arguments, tangents included."""
@@ -58,14 +61,13 @@ class PlannedProgram:
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
-        return [result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
+        return [result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """The gradients, which are the results after those of the forward, from the saved values."""
         trace = self.capture.trace
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
-        values = dict(zip((*self.saved.values, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
-        self._view_again(values, self.saved)
+        values = dict(zip((*self.saved, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
         self._run(values, self._boundary + 1, len(self.order))
         return [result(values, v) for v in trace.results[self._results :]]
 
@@ -80,8 +82,7 @@ class PlannedProgram:
         for p in range(start, stop):
             op = self.order[p]
             if p in self._fences:
-                values.update(behind_barriers(values, self._fences[p].values, opaque=self.selects))
-                self._view_again(values, self._fences[p])
+                values.update(behind_barriers(values, self._fences[p], opaque=self.selects))
             self._compute(values, op, self._again.get(p), None if newest is None else values[newest])
             if self.selects and (found := self._newest(values, (op,))) is not None:
                 newest = found
@@ -96,6 +97,9 @@ class PlannedProgram:
             if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
                 local[v] = selected_by(newest, local[v])
             local.update(equation.computed(local))
+            if newest is not None and id(equation) in self._constant and not varying_axes(newest):
+                (v,) = equation.outputs
+                local[v] = jnp.where(_always(newest), local[v], local[v] == 0)
         values.update({v: local[v] for v in self.capture.outputs[op]})
 
     def _computed_again(self) -> dict[int, dict[int, int]]:
@@ -109,7 +113,7 @@ class PlannedProgram:
             if p in self._fences or p == self._boundary:
                 made |= since
                 since.clear()
-            known.update((v, next(fresh)) for v in (self._fences[p].values if p in self._fences else ()))
+            known.update((v, next(fresh)) for v in self._fences.get(p, ()))
             local = ChainMap[int, int]({}, known)
             for equation in self.capture.members[op]:
                 key = (id(equation), *(local.get(v, ~v) for v in equation.read))
@@ -123,15 +127,30 @@ class PlannedProgram:
         return found
 
     def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
-        """Number of the first floating-point value that is an output of some ops; None if there is none."""
-        made = (v for op in ops for v in self.capture.outputs[op] if v in values)
+        """Number of the first floating-point value that some ops compute from arguments; None if there is none."""
+        made = (v for op in ops for v in self.capture.outputs[op] if v in values and v in self._varying)
         return next((v for v in made if values[v].size and jnp.issubdtype(values[v].dtype, jnp.floating)), None)
 
-    def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
-        for op in stored.views:
-            self._compute(values, op)
+    def _fenced(self) -> set[int]:
+        """Positions at which a run of recomputations begins; in exact programs also runs of computations later than in the graph.
 
-    def _fences_and_saved(self, fenced: set[int]) -> tuple[dict[int, _Stored], _Stored]:
+        Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which
+        can cost more bytes and time than the delays save. From the first recomputation on, a fence also follows each op that
+        makes a result: nothing waits for a gradient of weights, and XLA would hold what it reads.
+        """
+        seen, found = set[int](), set[int]()
+        results = set(self.capture.trace.results)
+        furthest, late_before, made = -1, False, False
+        for p, op in enumerate(self.order):
+            late = op in seen or (self._exact and op < furthest)
+            if (late and not late_before) or (made and found):
+                found.add(p)
+            made = not results.isdisjoint(self.capture.outputs[op]) and not self._exact
+            seen.add(op)
+            furthest, late_before = max(furthest, op), late
+        return found
+
+    def _fences_and_saved(self, fenced: set[int]) -> tuple[dict[int, list[int]], list[int]]:
         """The values behind the fence before each fenced computation, and the values that the backward is given.
 
         A fence covers live values that are read before the next fence, to put their readers after it, and values made since
@@ -144,91 +163,26 @@ class PlannedProgram:
         live = {v for v in results if isinstance(v, int)}
         read, live_at_next, next_fence = set[int](), set[int](), set[int]()
         found: dict[int, set[int]] = {}
-        saved = _Stored((), ())
+        saved: list[int] = []
         self._last_read: dict[int, set[int]] = {}  # by position: values that are no longer needed after it
         for p in range(len(self.order) - 1, -1, -1):
             inputs, outputs = capture.inputs[self.order[p]], capture.outputs[self.order[p]]
-            self._last_read[p] = {*inputs, *outputs}.difference(live, saved.values)
+            self._last_read[p] = {*inputs, *outputs}.difference(live, saved)
             next_fence.update(live_at_next.intersection(outputs))
             live.difference_update(outputs)
             read.difference_update(outputs)
             if p == self._boundary:
-                saved = self._stored(live)
+                saved = sorted(live.difference(capture.trace.constants))
             live.update(inputs)
             read.update(inputs if given.issuperset(inputs) else set(inputs) - given)
             if p in fenced:
                 live_at_next, next_fence = set(live), set(read)
                 found[p] = next_fence
                 read.clear()
-        fences = {p: self._stored(values) for p, values in found.items()}
-        if self.selects:  # a loop would copy arguments; computations that read nothing else read a value behind a select
-            fences = {p: _Stored(tuple(v for v in f.values if v not in given), f.views) for p, f in fences.items()}
-        return {p: fence for p, fence in fences.items() if fence.values}, saved
-
-    def _stored(self, live: set[int]) -> _Stored:
-        """The stored values behind some live values, without constants, and the ops that make their views."""
-        stored, views = set(live), set[int]()
-        pending = list(live & self._views.keys())
-        while pending:
-            view = pending.pop()
-            base, op = self._views[view]
-            stored.discard(view)
-            views.add(op)
-            if base in self._views:
-                pending.append(base)
-            else:
-                stored.add(base)
-        return _Stored(tuple(sorted(stored.difference(self.capture.trace.constants))), tuple(sorted(views)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Values behind a fence, or values that the backward is given."""
-
-    values: tuple[int, ...]  # values that own their bytes, without constants
-    views: tuple[int, ...]  # ops whose results are views of these values, each after the ops that it reads
-
-
-def _views(capture: Capture) -> dict[int, tuple[int, int]]:
-    """For each view: the value whose bytes it shares, and the op that makes the view."""
-    graph = capture.graph
-    traced = {
-        v: w for op, outputs in zip(graph.ops, capture.outputs, strict=True) for v, w in zip(op.outputs, outputs, strict=True)
-    }
-    bases = ((v, value.base) for v, value in enumerate(graph.values) if value.base is not None)
-    return {traced[v]: (traced[base], graph.producer[v]) for v, base in bases}
-
-
-def _cheap(capture: Capture) -> dict[int, tuple[int, int]]:
-    """The same for values that XLA computes in each loop that reads them: it would store the value for a fence, and its input."""
-    trace = capture.trace
-    made = {v for outputs in capture.outputs for v in outputs}
-    stored = {v for e in trace.equations if e.kind not in FUSED | REDUCTIONS for v in e.read} | {*trace.results}
-    found = {}
-    for op, chain in enumerate(capture.members):
-        if len(chain) == 1 and chain[0].kind in CHEAP and len(chain[0].read) == 1 and stored.isdisjoint(chain[0].outputs):
-            (value,), (base,) = chain[0].outputs, chain[0].read
-            if base in made and trace.size_bytes(value) == trace.size_bytes(base):
-                found[value] = base, op
-    return found
-
-
-def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
-    """Positions at which a run of recomputations begins; if `delayed`, also runs of computations later than in the program.
-
-    Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which can
-    cost more bytes and time than the delays save.
-    """
-    seen: set[int] = set()
-    found: set[int] = set()
-    furthest, late_before = -1, False
-    for p, op in enumerate(order):
-        late = op in seen or (delayed and op < furthest)
-        if late and not late_before:
-            found.add(p)
-        seen.add(op)
-        furthest, late_before = max(furthest, op), late
-    return found
+        # A loop would copy arguments; computations that read nothing else read a value behind a select.
+        uncovered = given if self.selects else set(capture.trace.constants)
+        fences = {p: sorted(values - uncovered) for p, values in found.items()}
+        return {p: fence for p, fence in fences.items() if fence}, saved
 
 
 def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int], *, opaque: bool = False) -> dict[int, Any]:

@@ -33,12 +33,12 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import ASKED, BARRIERS_TO_THE_END, as_varying, merges_recomputations, removes_barriers, varying_axes
+from checkmate.jax._compat import ASKED, as_varying, barrier_options, merges_recomputations, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
-from checkmate.jax.graph.trace import Equation
-from checkmate.jax.profiler import environment, estimate, signature
+from checkmate.jax.graph.trace import Equation, as_called
+from checkmate.jax.profiler import environment, estimate, estimated_ns, quickly, signature
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -121,7 +121,7 @@ class Compilation:
     @functools.cached_property
     def loops(self) -> Loops:
         """The loops of the program with their derivatives; none in an exact program, whose loops keep their bits."""
-        return Loops(self.capture.trace, lambda chains: list(map(estimate, chains)), none=self.exact)
+        return Loops(self.capture.trace, estimated_ns, none=self.exact)
 
     def saving(self, loop_bytes: int | None) -> Compilation:
         """The program whose loops save some bytes for their derivatives, if not None.
@@ -133,11 +133,13 @@ class Compilation:
         plain, trace = self.capture, self.loops.saving(loop_bytes, self.given)
         known = {signature(c): op for c, op in zip(plain.members, plain.graph.ops, strict=True) if c}
         scans = [(op, chain) for chain, op in zip(plain.members, plain.graph.ops, strict=True) if op.kind == "scan"]
-        ratio = sum(op.cost for op, _ in scans) / max(1, sum(estimate(chain).cost_ns for _, chain in scans))
+        ratio = sum(op.cost for op, _ in scans) / max(1, sum(estimated_ns(chain) for _, chain in scans))
 
         def cost(chain: tuple[Equation, ...]) -> OpCost:
-            op = known.get(signature(chain))
-            return OpCost(int(ratio * estimate(chain).cost_ns), 0) if op is None else OpCost(op.cost, op.workspace_bytes)
+            if (op := known.get(signature(chain))) is not None:
+                return OpCost(op.cost, op.workspace_bytes)
+            found = estimate(chain)
+            return OpCost(int(ratio * found.cost_ns), found.workspace_bytes)
 
         given = len(trace.arguments) - len(plain.boundary.tangents if plain.boundary else ())
         boundary = plain.boundary and replace(plain.boundary, tangents=trace.arguments[given:])
@@ -177,15 +179,10 @@ class Compilation:
         options = {} if program.selects else None
         compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
         if not self.axes:
-            specs, boundary = specs_of(self.capture), self.capture.boundary
-            scalars = () if boundary is None or any(spec.shape for spec in boundary.specs) else boundary.specs
-            # XLA simplifies with the constant cotangent that `jax.grad` gives to a loss.
-            return compiled(
-                lambda *given: program([*given, *(jnp.ones((), s.dtype) for s in scalars)]), specs[: len(specs) - len(scalars)]
-            )
+            return compiled(*as_called(program, self.capture.trace, self.capture.boundary))
         # A separate thread is outside of the transformations around this call, which have these axes already.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(compiled, _on_mesh(program, self.axes), specs_of(self.capture)).result()
+            return thread.submit(compiled, _on_mesh(program, self.axes), as_called(program, self.capture.trace, None)[1]).result()
 
 
 def _on_mesh(program: PlannedProgram, axes: Mapping[str, int]) -> Callable[..., Any]:
@@ -205,12 +202,6 @@ def _on_mesh(program: PlannedProgram, axes: Mapping[str, int]) -> Callable[..., 
     spread = jax.sharding.PartitionSpec(tuple(axes))
     mesh = jax.sharding.Mesh(devices, tuple(axes))
     return jax.shard_map(on_device, mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=spread, check_vma=checked)
-
-
-def specs_of(capture: Capture) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and types of the arguments of a captured function."""
-    types = [capture.trace.types[v] for v in capture.trace.arguments]
-    return [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
 
 
 def planned_within(compilation: Compilation, options: PlanningOptions) -> Planned:
@@ -340,20 +331,19 @@ class _Programs:
 
 
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Compilation, Result, int]:
-    """The cheapest plan found whose compiled bytes keep a budget, with its program, and the budget in bytes.
-
-    A share is one of the compiled bytes of keeping everything. This compilation is the first trial.
-    """
+    """The cheapest plan found whose compiled bytes keep a budget, or a share of plain's, with its program and the budget."""
     graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
-    whole = keep_everything(graph) if wanted.total_bytes is None else None
-    most = 0 if whole is None else resident + compilation.temp_bytes(whole)
+    whole = keep_everything(graph)
+    plain = None if compilation.exact or compilation.donated else compilation.capture.fusions
+    most = resident + (compilation.temp_bytes(whole) if plain is None else plain.temp_bytes)
     budget = wanted.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
+    if most <= budget:
+        most = resident + compilation.temp_bytes(whole)
     programs = _Programs(compilation, options)
     # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
     trials: Calibration[Result | None] = Calibration(budget, policy)
-    if whole is not None:
-        trials.record(Trial.of(budget, whole, most, whole))
+    trials.record(Trial.of(budget, whole, most, whole))
     smallest: Result | None = None
     failure: InfeasibleBudgetError | PlanNotFoundError | None = None
 
@@ -365,7 +355,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
             if smallest is not None or trials.best() is not None:
                 raise
             failure, smallest = error, programs.smallest(target_bytes)  # XLA may need fewer bytes than planned
-            over = min((trial.planned_bytes or 0 for trial in trials.trials[whole is not None :]), default=0)
+            over = min((trial.planned_bytes or 0 for trial in trials.trials[1:]), default=0)
             # The smallest plan is far more expensive than one in the middle between it and the plans that take too much.
             return smallest if over <= smallest.peak_bytes else programs.cheapest((smallest.peak_bytes + over) // 2)
 
@@ -401,9 +391,7 @@ def temp_bytes(
     The function is compiled but not run, with `compiler_options` by default. Results may reuse the buffers of donated arguments.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    # LLVM's optimization takes half of the time, and comes after XLA has allocated buffers.
-    quickly = {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
-    chosen: Any = (_options() if options is None else options) | quickly
+    chosen: Any = (barrier_options() if options is None else options) | quickly()
     analysis: Any = jitted.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
@@ -423,7 +411,7 @@ def compiler_options() -> dict[str, str]:
         True
     """
     ASKED.add(jax.default_backend())
-    return _options()
+    return barrier_options()
 
 
 def _warn_of_undone_fences() -> None:
@@ -438,7 +426,3 @@ def _warn_of_undone_fences() -> None:
         "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
         backend,
     )
-
-
-def _options() -> dict[str, str]:
-    return dict(BARRIERS_TO_THE_END) if removes_barriers(jax.default_backend()) else {}

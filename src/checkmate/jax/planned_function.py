@@ -20,6 +20,7 @@ from checkmate.jax._compat import as_function, is_tracer, merges_recomputations,
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
+from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
 from checkmate.jax.graph.trace import Pure, fingerprint, is_inexact, trace_pair, with_derivative
 from checkmate.jax.profiler import cost_source
@@ -119,7 +120,8 @@ class PlannedFunction(Figures):
 
     def _planned_anew(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Planned, PlannedProgram]:
         trace, boundary = trace_pair(pure, values, wanted)
-        captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
+        name, fusions = getattr(self._function, "__name__", "function"), fusions_of(trace, boundary)
+        captured = capture_trace(trace, self._costs, name, boundary=boundary, fusions=fusions)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))
         compilation = Compilation(
             captured, [*values, *boundary.specs], exact=self._exact, verify=self._verify and axes is not None, axes=axes
@@ -156,7 +158,7 @@ def remat(
         function: A function of arrays and nests of arrays, like a loss.
         budget: As in `plan`. None, if there is no plan and `exact` is False, returns the function as it is.
         costs: Where costs come from, as in `plan`.
-        verify: False skips the compilations.
+        verify: False compiles no plans.
         exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, and XLA fuses no two
             ops. Without a budget everything is kept, with these bits. Second derivatives are not exact.
         options: The options below, by name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -19,10 +20,10 @@ from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device, roofline_ns
-from checkmate.cost.store import MeasuredCosts, OpCost, library_variables, processor, quantise
+from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
-from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
+from checkmate.jax.graph.capture import COLLECTIVES, bodies, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")
@@ -56,7 +57,13 @@ def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpC
 
 
 def estimate(chain: Chain, device: str = "CPU") -> OpCost:
-    """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device with a profile."""
+    """Cost of an op by its estimated time, with the workspace that XLA allocates for a loop or a branch."""
+    loops = any(len(body.eqns) > 1 for body in bodies(chain[-1].eqn))
+    return OpCost(estimated_ns(chain, device), workspace_bytes(chain) if loops else 0)
+
+
+def estimated_ns(chain: Chain, device: str = "CPU") -> int:
+    """Time of an op from its arithmetic and the bytes that it reads and writes, on a device with a profile."""
     last = chain[-1].eqn
     read = types_from_outside(chain).values()
     moved = sum(map(type_bytes, [*read, *(v.aval for v in last.outvars)])) if len(chain) > 1 else moved_bytes(last)
@@ -65,7 +72,7 @@ def estimate(chain: Chain, device: str = "CPU") -> OpCost:
     found = load_device(device)
     if found.kind == "cpu":  # the profile has the time of a PyTorch call, which an op of a compiled program does not take
         found = msgspec.structs.replace(found, launch_ns=0)
-    return OpCost(quantise(roofline_ns(found, flop=total, dtype=kind, moved_bytes=moved)), 0)
+    return quantise(roofline_ns(found, flop=total, dtype=kind, moved_bytes=moved))
 
 
 def environment() -> str:
@@ -148,7 +155,32 @@ def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:
         values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
     took_ns = _time_ns(functools.partial(program, *values)) - call_ns
     workspace_bytes = int(program.memory_analysis().temp_size_in_bytes)
-    return OpCost(quantise(max(took_ns, estimate(chain).cost_ns)), workspace_bytes)
+    return OpCost(quantise(max(took_ns, estimated_ns(chain))), workspace_bytes)
+
+
+def workspace_bytes(chain: Chain) -> int:
+    """Bytes that XLA allocates for an op alone; 0 if it does not compile alone."""
+
+    def made() -> int:
+        program = _tried(chain, lambda: _lowered(chain).compile(compiler_options=quickly()))
+        return 0 if program is None else int(program.memory_analysis().temp_size_in_bytes)
+
+    return known_or_made(Store("workspaces", int, "loops are compiled in every process"), signature(chain), made)
+
+
+def known_or_made(store: Store[_R], program: str, make: Callable[[], _R]) -> _R:
+    """The stored value of a program on this device, or else a new one, which is stored."""
+    key = hashlib.sha256(f"{program} {environment()}".encode()).hexdigest()
+    known = store.get([key]).get(key)
+    if known is None:
+        known = make()
+        store.add({key: known})
+    return known
+
+
+def quickly() -> dict[str, Any]:
+    """Options for a program that is not to run: LLVM takes half of the time, and comes after XLA has allocated buffers."""
+    return {"xla_backend_optimization_level": "0"} if jax.default_backend() == "cpu" else {}
 
 
 def _synthetic(aval: Any) -> np.ndarray[Any, Any]:

@@ -21,6 +21,7 @@ from checkmate.jax._compat import is_tracer
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, has_modules, has_numbers
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
+from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.trace import Trace, trace_flat
 from checkmate.jax.profiler import cost_source
@@ -102,7 +103,7 @@ def plan(
         costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
             of a device, like ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
-        verify: False skips the compilations; `PlannedStep.temp_bytes` is then None.
+        verify: False compiles no plans; `PlannedStep.temp_bytes` is then None.
         exact: True gives the same bits at every budget, as in `remat`.
         options: The options below, by name.
         solver: A solver or its name; `Auto` by default.
@@ -198,7 +199,8 @@ def _captured(
         reused = Counter(_types(results)) & Counter(_types([trace.types[trace.arguments[p]] for p in positions]))
         donated_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reused.elements())
         name = getattr(step, "__name__", "step")
-        return arguments, flat, capture_trace(trace, source, name, donated_bytes=donated_bytes), positions
+        captured = capture_trace(trace, source, name, donated_bytes=donated_bytes, fusions=fusions_of(trace))
+        return arguments, flat, captured, positions
 
 
 def _traced(flat: FlatFunction, arguments: Arguments) -> Trace:

@@ -7,7 +7,7 @@ carry before the iteration, and from what the first loop was given. An integer p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from checkmate.core.errors import SolverError
 from checkmate.jax._compat import as_function, opened, traced_as
-from checkmate.jax.graph.capture import Costs, is_broadcast
+from checkmate.jax.graph.capture import is_broadcast
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
@@ -56,7 +56,7 @@ class _Loop:
 class _Pair:
     """A loop and the loop of its derivative, with the stacks that only the derivative reads."""
 
-    def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], costs: Costs) -> None:
+    def __init__(self, loop: _Loop, derivative: _Loop, dropped: Sequence[int], cost_ns: Callable[..., int]) -> None:
         self.loop, self.derivative = loop, derivative
         body, self.length = loop.body, loop.equation.eqn.params["length"]
         _, sources = loop.ends(body.results)
@@ -68,7 +68,7 @@ class _Pair:
         carries = loop.split(body.arguments)[1]
         made = [v for equation in body.equations for v in equation.outputs]
         sizes = np.array([0.0 if v in free else float(self.length * body.size_bytes(v)) for v in made])
-        self._cost = np.array([float(self.length * c.cost_ns) for c in costs([(e,) for e in body.equations])])
+        self._cost = np.array([float(self.length * cost_ns((e,))) for e in body.equations])
         self._made, self._sizes = made, sizes
         self._carries = [v for v in carries if (v not in free and any(v in e.read for e in body.equations)) or v in wanted]
         self._program = cut_program(body.equations, wanted, {v: j for j, v in enumerate(made)}, sizes)
@@ -134,7 +134,7 @@ class _Pair:
 class Loops:
     """The loops of a trace that have a derivative in it; ``stacked_bytes`` are those of the stacks that could be left out."""
 
-    def __init__(self, trace: Trace, costs: Costs, *, none: bool = False) -> None:
+    def __init__(self, trace: Trace, cost_ns: Callable[..., int], *, none: bool = False) -> None:
         self._trace = trace
         readers: dict[int, list[Equation]] = {}
         for equation in trace.equations:
@@ -157,7 +157,7 @@ class Loops:
             reader = max(found, key=lambda r: sum(map(trace.size_bytes, found[r])), default=None)
             if reader is not None and not taken.intersection((id(equation), reader)):
                 taken.update((id(equation), reader))
-                self._pairs.append(_Pair(loop, loops[reader], found[reader], costs))
+                self._pairs.append(_Pair(loop, loops[reader], found[reader], cost_ns))
         self.stacked_bytes = sum(pair.stacked_bytes for pair in self._pairs)
 
     def saving(self, room_bytes: int, arguments: Sequence[Any]) -> Trace:

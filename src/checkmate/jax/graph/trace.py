@@ -21,6 +21,18 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 _WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 """Primitives that call a jaxpr with a user-defined derivative."""
 
+_UNARY = (
+    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos "
+    "cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not "
+    "population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh"
+)
+_OTHERS = (
+    "add add_any and atan2 clamp div eq ge gt igamma igammac le lt max min mul ne nextafter or polygamma pow random_gamma_grad "
+    "regularized_incomplete_beta rem select_n shift_left shift_right_arithmetic shift_right_logical sub xor zeta"
+)
+POINTWISE = frozenset(f"{_UNARY} {_OTHERS}".split())
+"""Primitives whose output has the shape of an input, computed element by element."""
+
 Source = int | Literal
 """Input of an equation: a value by its number, or a literal."""
 
@@ -123,20 +135,28 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 
 
 def _as_xla_runs(eqn: Any) -> Any:
-    """A jaxpr that computes the same with slices and with products that copy no operand; None for most equations."""
-    avals = [v.aval for v in eqn.invars]
-    if eqn.primitive.name not in ("dot_general", "split") or any(any(a.sharding.spec) or varying_axes(a) for a in avals):
+    """A jaxpr that computes the same with slices, broadcasts, and products that copy no operand; None for most equations."""
+    avals, name = [v.aval for v in eqn.invars], eqn.primitive.name
+    rule = {"dot_general": _product, "split": _slices}.get(name, _broadcasts if name in POINTWISE else None)
+    if rule is None or any(any(a.sharding.spec) or varying_axes(a) for a in avals if hasattr(a, "sharding")):
         return None
 
     def run(*operands: Any) -> Any:
         with traced_as(eqn):
-            return _product(eqn, operands) if eqn.primitive.name == "dot_general" else _slices(eqn, *operands)
+            return rule(eqn, operands)
 
     closed = jax.make_jaxpr(run)(*avals)
     return closed if len(opened(closed)[0].eqns) > 1 else None  # alone, it is such a product
 
 
-def _slices(eqn: Any, array: Any) -> list[Any]:
+def _broadcasts(eqn: Any, operands: Sequence[Any]) -> Any:
+    shape = eqn.outvars[0].aval.shape
+    read = [jax.lax.broadcast_in_dim(x, shape, range(x.ndim)) if x.ndim == len(shape) else x for x in operands]
+    return eqn.primitive.bind(*read, **eqn.params)
+
+
+def _slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    (array,) = operands
     pairs = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0))
     return [jax.lax.slice_in_dim(array, start, stop, axis=eqn.params["axis"]) for start, stop in pairs]
 
@@ -164,6 +184,16 @@ class Boundary:
     results: int  # number of the results of the forward: the first results of the trace
     tangents: tuple[int, ...]  # arguments of the trace that only the backward reads
     specs: tuple[Any, ...]  # their shapes and types
+
+
+def as_called(
+    program: Callable[[Sequence[Any]], list[Any]], trace: Trace, boundary: Boundary | None
+) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
+    """A program with the constant cotangent that `jax.grad` gives to a loss, and the types of its other arguments."""
+    types = [trace.types[v] for v in trace.arguments]
+    specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
+    scalars = () if boundary is None or any(spec.shape for spec in boundary.specs) else boundary.specs
+    return lambda *given: program([*given, *(jnp.ones((), s.dtype) for s in scalars)]), specs[: len(specs) - len(scalars)]
 
 
 def is_inexact(array: Any) -> bool:

@@ -1,0 +1,81 @@
+"""Planned bytes are those of the compiled plan: what XLA stores, copies and holds is in the graph, or is not done."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkmate.jax as cj
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+
+def heads():
+    """A head with many weights, whose gradient is ready early: XLA computes it transposed, and fences would hold a copy."""
+
+    def loss(p, x):
+        for w in p["layers"]:
+            x = jnp.tanh(x @ w)
+        return ((x.reshape(8, -1) @ p["head"]) ** 2).sum()
+
+    return loss, ({"layers": [normal(64, 64, seed=i) for i in range(5)], "head": normal(16384, 32)}, normal(2048, 64))
+
+
+def messages():
+    """Messages summed by receiver: zeros to add to are constants, which XLA would make and copy when the program begins."""
+    ends = np.random.default_rng(0).integers(0, 100, (2, 1200))
+
+    def loss(layers, nodes):
+        for p in layers:
+            sent = jax.nn.relu(jnp.concatenate([nodes[ends[0]], nodes[ends[1]]], -1) @ p["e"])
+            nodes = nodes + jax.nn.relu(jax.ops.segment_sum(sent, jnp.asarray(ends[1]), 100) @ p["n"])
+        return (nodes**2).sum()
+
+    return loss, ([{"e": normal(64, 64, seed=i), "n": normal(64, 32, seed=i)} for i in range(4)], normal(100, 32))
+
+
+def batches():
+    """A loop over batches: the workspace of an iteration is what XLA allocates."""
+
+    def loss(p, xs):
+        def batch(total, x):
+            return total + (jax.nn.swish(jax.nn.swish(x @ p["a"]) @ p["b"]) ** 2).sum(), None
+
+        return jax.lax.scan(batch, jnp.zeros(()), xs)[0]
+
+    return loss, ({"a": normal(24, 64), "b": normal(64, 64)}, normal(4, 256, 24))
+
+
+def experts():
+    """A mixture of experts: XLA fuses and stores other values than rules for single primitives foresee."""
+
+    def loss(layers, x):
+        for p in layers:
+            gates = jax.nn.softmax(x @ p["route"])
+            best, chosen = jax.lax.top_k(gates, 2)
+            weights = (jax.nn.one_hot(chosen, 4) * best[..., None]).sum(1)
+            hidden = jax.nn.gelu(jnp.einsum("td,edh->teh", x, p["up"]))
+            x = x + jnp.einsum("teh,ehd,te->td", hidden, p["down"], weights)
+        return (x**2).mean()
+
+    layers = [{"route": normal(32, 4), "up": normal(4, 32, 64), "down": normal(4, 64, 32)} for _ in range(2)]
+    return loss, (layers, normal(256, 32))
+
+
+@pytest.mark.parametrize(("build", "share"), [(heads, 0.7), (messages, 0.7), (batches, 0.8), (experts, 1.0)])
+def test_plans_take_the_planned_bytes(build, share, own_cache):
+    """A plan compiles to its planned bytes, before anything is corrected."""
+    loss, arguments = build()
+    plain = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile().memory_analysis()
+    budget = plain.argument_size_in_bytes + plain.output_size_in_bytes + int(share * plain.temp_size_in_bytes)
+    planned = cj.remat(loss, budget=budget, costs="estimated", time_limit_s=2)
+    compiled = jax.jit(jax.value_and_grad(planned)).lower(*arguments).compile()
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert (planned.result.overhead > 1) == (share < 1)
+    assert abs(math.log((planned.result.peak_bytes - planned.graph.resident_bytes) / taken)) < 0.05
