@@ -14,6 +14,7 @@ from checkmate.core.budget import ResidentMemory
 from checkmate.core.plan import Fetch, Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import no_modes, traced_parts
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.cuda_graph import replayed_step
@@ -103,10 +104,11 @@ class ResidentAccount:
 
     def read_from_host(self, graph: fx.Graph) -> None:
         """Have a graph read the frozen weights that a plan may fetch by `ON_DEVICE`."""
-        inputs = graph.find_nodes(op="placeholder")
+        given = graph.find_nodes(op="placeholder")
+        inputs = [node for node in given if not is_tangent(node)]
         if len(inputs) == len(self._weights):  # AOTAutograd merges equal inputs, which changes their positions
             on_host = [node for node, weight in zip(inputs, self._weights, strict=True) if weight is not None]
-            read_on_device(on_host, inputs[-1].next, self.device)
+            read_on_device(on_host, given[-1].next, self.device)
 
     def pin_weights(self, capture: Capture, plan: Plan) -> None:
         """Pin the weights that a plan fetches, which takes longer than their copies."""

@@ -9,7 +9,8 @@ which order; the partitioner decides that. Here every recomputation is a separat
 - with recompute tags left on nodes, it would pass the graph to the min-cut partitioner, which would ignore the plan;
 - with a module attribute (body of a higher-order op) shared between forward and backward, it would save the module as a value.
 
-Copies to the host are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`), in whole steps only.
+Copies to the host and from it are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`). Only tensors go
+from the forward to the backward: a fetch ends in the module that began it.
 
 Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use, never later than the plan
 (`checkmate.torch._compat.aot.boxed`). `checkmate.torch.partition.check_peak` verifies the outcome.
@@ -80,6 +81,7 @@ class _Writer:
                 self._copy(node)
             elif node in sizes:
                 self._tag(self._copy(node), node)
+        self._find_weights()
         stats = self._stats_readers()
         returned: list[Any] = []
         position = -1
@@ -91,12 +93,13 @@ class _Writer:
             for v in self.arriving.intersection(self.capture.graph.ops[o].inputs):
                 self._wait_fetched(v)
             if o == self.capture.graph.boundary:
+                self._wait_for_all()
                 returned = [self._now(out) for out in self.capture.forward_outputs]
                 self.backward = True
+                self._find_weights()
             else:
                 self._emit(o, self.capture.members[o], position in stats)
-        for v in sorted(self.arriving):
-            self._wait_fetched(v)
+        self._wait_for_all()
         for node in self.begun:
             self._call(copies.keep, (*self._now(node.args), self.env[node]), None)
         if self.capture.graph.boundary is None:
@@ -116,8 +119,8 @@ class _Writer:
             self.sending.add(v)
         elif isinstance(step, Fetch):
             node = self.node_of[v]
-            if self.capture.graph.values[v].on_host:
-                self.host[v] = self._call(copies.weight, self._now(node.args), None)
+            if v not in self.host:
+                self._find_weight(v)
             self.env[node] = self._call(copies.fetch, (self.host[v],), node)
             self.arriving.add(v)
         elif isinstance(step, Discard):
@@ -150,6 +153,24 @@ class _Writer:
             copies.BUFFERS.reserve(size, self.node_of[next(iter(made))].meta["val"].device)
         return iter(offsets)
 
+    def _find_weights(self) -> None:
+        """Emit a call for each weight that a module fetches, before all else: a copy on the device from another plan is freed."""
+        graph = self.capture.graph
+        split = len(self.steps) if graph.boundary is None else self.steps.index(Compute(graph.boundary))
+        steps = self.steps[split:] if self.backward else self.steps[:split]
+        for v in sorted({s.value for s in steps if isinstance(s, Fetch) and graph.values[s.value].on_host}):
+            if graph.producer[v] not in self.times:
+                self._find_weight(v)
+            else:  # the step begins with it on the device
+                self.host.pop(v, None)
+
+    def _find_weight(self, v: int) -> None:
+        self.host[v] = self._call(copies.weight, self._now(self.node_of[v].args), None)
+
+    def _wait_for_all(self) -> None:
+        for v in sorted(self.arriving):
+            self._wait_fetched(v)
+
     def _wait_fetched(self, v: int) -> None:
         node = self.node_of[v]
         self.env[node] = self._call(copies.wait_fetched, (self.env[node], self.host[v]), node)
@@ -159,8 +180,7 @@ class _Writer:
         """Emit a call; its result is like the node ``like`` of the original graph, or no tensor."""
         emitted = self.graph.call_function(function, arguments)
         emitted.meta = {"val": None} if like is None else dict(like.meta)
-        if like is not None:
-            self._tag(emitted, like)
+        self._tag(emitted, emitted)
         return emitted
 
     def _emit(self, o: int, member: Member, with_stats: bool) -> None:
@@ -219,7 +239,7 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= tagged_random(emitted) or random_op(emitted) is not None or emitted.target is BATCH_NORM_UPDATE
+        must |= emitted.target in copies.COPY_FUNCTIONS or tagged_random(emitted) or random_op(emitted) is not None or emitted.target is BATCH_NORM_UPDATE
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

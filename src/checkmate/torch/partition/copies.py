@@ -40,6 +40,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0  # of the copies now, and at most so far
         self.whole: dict[torch.device, npt.NDArray[np.uint8]] = {}  # no tensors, which would count as resident memory of a CPU
+        self.devices = set[torch.device]()  # those that had copies
         self._running = threading.Lock()
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class HostBuffers:
                 yield
             except BaseException:
                 self.held_bytes = 0
-                for device in self.whole:
+                for device in self.devices:
                     _synchronize(device)
                 raise
 
@@ -170,14 +171,19 @@ class _Residents:
 
     def of(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The copies of some weights."""
-        return [self._found[key][2] for key in map(storage_key, weights) if key in self._found]
+        return self.at(map(storage_key, weights))
+
+    def at(self, keys: Iterable[int]) -> list[torch.Tensor]:
+        """The copies of weights whose storages have some keys."""
+        return [self._found[key][2] for key in keys if key in self._found]
 
 
 RESIDENTS = _Residents()
 
 
 def weight(tensor: torch.Tensor, device: torch.device) -> HostCopy:
-    """The copy on the host of a weight of a step on a device: the weight itself."""
+    """The copy on the host of a weight that a step on a device fetches: the weight itself. The device keeps no other copy."""
+    RESIDENTS.take(tensor)
     buffer = torch.empty(0, dtype=torch.uint8).set_(storage := tensor.untyped_storage(), 0, (storage.nbytes(),), (1,))
     return HostCopy(buffer, (tensor.dtype, device, tensor.storage_offset(), tensor.size(), tensor.stride()))
 
@@ -244,6 +250,7 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
+    BUFFERS.devices.add(device)
     stream = side_stream(device, direction)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -15,9 +15,10 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import current_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
 from checkmate.torch.measure.resident import beyond_room
+from checkmate.torch.partition.copies import RESIDENTS
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
@@ -210,6 +211,9 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | {key: left.size_bytes for key, left in self._outliving.alive(record, gradients).items()}
+        weights = record.weights
+        known |= {storage_key(copy): current_bytes(copy) for copy in RESIDENTS.at(weights)}
+        known |= {key: weight.nbytes() for key, weight in weights.items()} if memory.storages is not None else {}
         inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]

@@ -131,15 +131,16 @@ class StepRecorder:
         self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]
     ) -> Run:
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
+        apart = {**transient, **{storage_key(args[k]): 0 for k in planned.weights}}  # weights are on the host
         given = tuple(
-            self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
+            self._see(a, transient=apart, least_bytes=size) if isinstance(a, torch.Tensor) else None
             for a, size in zip(args, most, strict=True)
         )
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
         run.inputs = _storages(args)
-        run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
+        run.inputs.update(dict.fromkeys(run.inputs.keys() & apart.keys(), 0))  # counted with their wrapper, or when fetched
         run.held_bytes = self.eager_bytes + self._returned_bytes
         self._watch_versions(given, args)
         return run
@@ -343,6 +344,13 @@ class StepRecorder:
         """Bytes of the storages that existed before the step, that segments are given or eager code reads."""
         given = self._given
         return sum(seen.size_bytes for seen in self.storages if seen.existed and (seen.read_by_eager or seen in given))
+
+    @property
+    def weights(self) -> dict[int, torch.UntypedStorage]:
+        """Storages of frozen weights on the host, by their keys."""
+        seen = [run.given[k] for run in (*self.runs, *self.abandoned) if run.given for k in run.planned.weights]
+        found = [storage for s in seen if s is not None and (storage := s.storage()) is not None]
+        return {storage._cdata: storage for storage in found}
 
     @property
     def early_bytes(self) -> int:
