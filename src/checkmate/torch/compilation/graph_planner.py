@@ -51,8 +51,8 @@ class GraphPlanner:
         if self._all.host is None or self._hooks.captured is not None:
             return options
         host = measured_host(self._account.device, parse_bytes(self._all.host))
-        if not self._hooks.whole:  # a forward hands nothing on the host to its backward: no copy out may pay
-            host = HostMemory(host.bytes, max(1, host.out_bytes_per_s // 1000), host.in_bytes_per_s)
+        if not self._hooks.whole:  # a forward hands nothing on the host to its backward
+            host = HostMemory(host.bytes, 0, host.in_bytes_per_s)
         return replace(options, counted=None, host=host)
 
     @property
@@ -220,7 +220,7 @@ class GraphPlanner:
             if keep_all_bytes(capture.graph) <= budget_bytes:
                 return capture, keep_everything(capture.graph)
             smallest = near_smallest(capture.graph, 1.0, budget_bytes, self.options.host)
-            if smallest.peak_bytes > budget_bytes:
+            if smallest.peak_bytes > budget_bytes > 0:
                 _log.warning(
                     "a call without gradients takes up to %s, more than its budget of %s",
                     format_bytes(smallest.peak_bytes),

@@ -93,13 +93,18 @@ class _Writer:
             for v in self.arriving.intersection(self.capture.graph.ops[o].inputs):
                 self._wait_fetched(v)
             if o == self.capture.graph.boundary:
-                self._wait_for_all()
+                for v in sorted(self.arriving):
+                    # PyTorch's partitioner ends the forward with the last node that has the plain tag of the forward.
+                    self._wait_fetched(v)
+                    node = self.node_of[v]
+                    self.env[node] = self._call(copies.hand_over, (self.env[node],), node)
                 returned = [self._now(out) for out in self.capture.forward_outputs]
                 self.backward = True
                 self._find_weights()
             else:
                 self._emit(o, self.capture.members[o], position in stats)
-        self._wait_for_all()
+        for v in sorted(self.arriving):
+            self._wait_fetched(v)
         for node in self.begun:
             self._call(copies.keep, (*self._now(node.args), self.env[node]), None)
         if self.capture.graph.boundary is None:
@@ -166,10 +171,6 @@ class _Writer:
 
     def _find_weight(self, v: int) -> None:
         self.host[v] = self._call(copies.weight, self._now(self.node_of[v].args), None)
-
-    def _wait_for_all(self) -> None:
-        for v in sorted(self.arriving):
-            self._wait_fetched(v)
 
     def _wait_fetched(self, v: int) -> None:
         node = self.node_of[v]
@@ -239,7 +240,12 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= emitted.target in copies.COPY_FUNCTIONS or tagged_random(emitted) or random_op(emitted) is not None or emitted.target is BATCH_NORM_UPDATE
+        must |= (
+            emitted.target in copies.COPIES
+            or tagged_random(emitted)
+            or random_op(emitted) is not None
+            or emitted.target is BATCH_NORM_UPDATE
+        )
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

@@ -169,13 +169,18 @@ class _Residents:
         owner = weakref.ref(weight.untyped_storage(), lambda _: self._found.pop(key, None))
         self._found[key] = owner, weight._version, copy
 
-    def of(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies of some weights."""
-        return self.at(map(storage_key, weights))
+    def of(self, weights: Iterable[torch.Tensor | torch.UntypedStorage]) -> list[torch.Tensor]:
+        """The copies of some weights, or of weights with some storages."""
+        return [self._found[key][2] for key in map(_key, weights) if key in self._found]
 
-    def at(self, keys: Iterable[int]) -> list[torch.Tensor]:
-        """The copies of weights whose storages have some keys."""
-        return [self._found[key][2] for key in keys if key in self._found]
+    def forget(self, weights: Iterable[torch.Tensor | torch.UntypedStorage]) -> None:
+        """Free the copies of some weights."""
+        for key in map(_key, weights):
+            self._found.pop(key, None)
+
+
+def _key(weight: torch.Tensor | torch.UntypedStorage) -> int:
+    return storage_key(weight) if isinstance(weight, torch.Tensor) else weight._cdata
 
 
 RESIDENTS = _Residents()
@@ -183,7 +188,7 @@ RESIDENTS = _Residents()
 
 def weight(tensor: torch.Tensor, device: torch.device) -> HostCopy:
     """The copy on the host of a weight that a step on a device fetches: the weight itself. The device keeps no other copy."""
-    RESIDENTS.take(tensor)
+    RESIDENTS.forget([tensor])
     buffer = torch.empty(0, dtype=torch.uint8).set_(storage := tensor.untyped_storage(), 0, (storage.nbytes(),), (1,))
     return HostCopy(buffer, (tensor.dtype, device, tensor.storage_offset(), tensor.size(), tensor.stride()))
 
@@ -199,10 +204,14 @@ def keep(tensor: torch.Tensor, device: torch.device, on_device: torch.Tensor) ->
     RESIDENTS.put(tensor, on_device)
 
 
-COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
-    {offload, wait_sent, fetch, wait_fetched, discard, weight, resident, keep}
-)
-for _function in COPY_FUNCTIONS:
+def hand_over(tensor: torch.Tensor) -> torch.Tensor:
+    """A fetched tensor that the forward saves for the backward."""
+    return tensor
+
+
+COPIES: Final = frozenset[Callable[..., Any]]({offload, wait_sent, fetch, wait_fetched, discard, weight, resident, keep})
+COPY_FUNCTIONS: Final = COPIES | {hand_over}
+for _function in COPIES:
     has_side_effect(_function)
 
 

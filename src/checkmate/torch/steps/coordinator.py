@@ -146,7 +146,9 @@ class Coordinator:
                 gc.collect()  # compilation leaves cycles, which hold earlier models
                 self._memory = device_memory(device)
         given = [each for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None]
-        return self._memory.besides(known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t) if p.device.type == device.type})
+        return self._memory.besides(
+            known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t) if p.device.type == device.type}
+        )
 
     def begin_call(self, function: object, budget: Budget | None = None) -> None:
         """Prepare for a call of a compiled function; the function tells the steps of several networks apart.

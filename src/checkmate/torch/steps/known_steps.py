@@ -211,9 +211,7 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | {key: left.size_bytes for key, left in self._outliving.alive(record, gradients).items()}
-        weights = record.weights
-        known |= {storage_key(copy): current_bytes(copy) for copy in RESIDENTS.at(weights)}
-        known |= {key: weight.nbytes() for key, weight in weights.items()} if memory.storages is not None else {}
+        known |= {storage_key(copy): current_bytes(copy) for copy in RESIDENTS.of(step.given)}
         inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
@@ -283,6 +281,7 @@ class KnownSteps:
         return KnownPlan(None, room.earlier)
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
+        RESIDENTS.forget(step.given)  # ops are measured in the room of the budget
         plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)
         only_graph = len(step.recorder.runs) == 1
         _log.info(

@@ -23,7 +23,6 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.host_weights import weights_on_host
 from checkmate.torch.graph.op_properties import BATCH_NORM, random_op, trains_batch_norm, used_arguments, without_update
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
@@ -223,13 +222,6 @@ class PlannedGraph:
             return False
         values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
-
-    @functools.cached_property
-    def weights(self) -> frozenset[int]:
-        """Inputs that are frozen weights on the host."""
-        graph = None if self.joint is None else self.joint.whole.joint.graph
-        found = set() if graph is None else {*weights_on_host(graph)}
-        return frozenset(k for k, n in enumerate(graph.find_nodes(op="placeholder")) if n in found) if graph else frozenset()
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:

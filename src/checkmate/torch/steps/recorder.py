@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from checkmate.torch.graph.host_weights import ON_HOST
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.run import Run, Seen, SeenStorage, StorageRefs, gradients_of, storage_refs
@@ -131,16 +132,15 @@ class StepRecorder:
         self, planned: PlannedGraph, program: Program, args: Sequence[Any], transient: Mapping[int, int]
     ) -> Run:
         most = planned.input_bytes if planned.dynamic else (0,) * len(args)
-        apart = {**transient, **{storage_key(args[k]): 0 for k in planned.weights}}  # weights are on the host
         given = tuple(
-            self._see(a, transient=apart, least_bytes=size) if isinstance(a, torch.Tensor) else None
+            self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
             for a, size in zip(args, most, strict=True)
         )
         leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
         run.inputs = _storages(args)
-        run.inputs.update(dict.fromkeys(run.inputs.keys() & apart.keys(), 0))  # counted with their wrapper, or when fetched
+        run.inputs.update(dict.fromkeys(run.inputs.keys() & transient.keys(), 0))  # counted with their wrapper
         run.held_bytes = self.eager_bytes + self._returned_bytes
         self._watch_versions(given, args)
         return run
@@ -346,13 +346,6 @@ class StepRecorder:
         return sum(seen.size_bytes for seen in self.storages if seen.existed and (seen.read_by_eager or seen in given))
 
     @property
-    def weights(self) -> dict[int, torch.UntypedStorage]:
-        """Storages of frozen weights on the host, by their keys."""
-        seen = [run.given[k] for run in (*self.runs, *self.abandoned) if run.given for k in run.planned.weights]
-        found = [storage for s in seen if s is not None and (storage := s.storage()) is not None]
-        return {storage._cdata: storage for storage in found}
-
-    @property
     def early_bytes(self) -> int:
         """Bytes of the storages that eager code allocated before the first segment and that are alive when it begins."""
         return sum(seen.size_bytes for seen in self.storages if seen.eager == 0 and not seen.brief)
@@ -374,7 +367,7 @@ class StepRecorder:
         found = self._present.get(key)
         if found is None:
             storage = tensor.untyped_storage()
-            size = 0 if transient and key in transient else max(least_bytes, storage_bytes(tensor))
+            size = 0 if key in ON_HOST or (transient and key in transient) else max(least_bytes, storage_bytes(tensor))
             found = self._present[key] = SeenStorage(size, weakref.ref(storage), source)
             self.storages.append(found)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
@@ -439,7 +432,8 @@ class StepRecorder:
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
     """Bytes of the storage of each tensor, by its key."""
-    return {storage_key(v): storage_bytes(v) for v in values if isinstance(v, torch.Tensor)}
+    tensors = {storage_key(v): v for v in values if isinstance(v, torch.Tensor)}
+    return {key: 0 if key in ON_HOST else storage_bytes(v) for key, v in tensors.items()}
 
 
 def _without_segment(removed: int, at: int | None) -> int | None:
