@@ -20,13 +20,14 @@ from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
+from checkmate.torch._compat.aot import BoxedRun, boxed, gradient_positions, is_tangent, saved_symbols
 from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import BATCH_NORM, random_op, trains_batch_norm, used_arguments, without_update
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
 from checkmate.torch.joint.capture import Capture
+from checkmate.torch.graph.traced import results
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.copies import BUFFERS
 from checkmate.torch.partition.split import CapturedJoint
@@ -222,6 +223,14 @@ class PlannedGraph:
             return False
         values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
+
+    @functools.cached_property
+    def gradients(self) -> list[int] | None:
+        """The position of each input's gradient among the results of the backward; None if they are those of the inputs."""
+        if self.joint is None:
+            return None
+        joint = self.joint.whole.joint
+        return gradient_positions(joint, len(results(joint)) - self.interface.num_outputs)
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:

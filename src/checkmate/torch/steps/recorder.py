@@ -136,7 +136,9 @@ class StepRecorder:
             self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
             for a, size in zip(args, most, strict=True)
         )
-        leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
+        gradients = planned.gradients or range(len(args))
+        each = zip(gradients, args, strict=True)
+        leaves = [(k, a) for k, a in each if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
         run.inputs = _storages(args)
