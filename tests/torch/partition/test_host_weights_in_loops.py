@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ class WithLoss(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         prediction = self.inner(x)
         return prediction, LOSS(prediction, y)
+
+
+class Broken(nn.Module):
+    """A network in two graphs: Dynamo breaks between the halves."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.second = inner[:2], inner[2:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
 
 
 class Block(nn.Module):
@@ -89,8 +103,15 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "loss inside": (lambda: WithLoss(network()), lambda run: run(X, Y)[1]),
     "4 bit": (lambda: network(Packed), lambda run: LOSS(run(X), Y)),
     "checkpointed": (lambda: nn.Sequential(*map(Gelu, network())), lambda run: LOSS(run(X), Y)),
+    "two graphs": (lambda: Broken(network()), lambda run: LOSS(run(X), Y)),
+    "two runs": (network, lambda run: LOSS(run(X), Y) + LOSS(run(-X), Y)),
     "diffusion": (Diffusion, lambda run: nn.functional.mse_loss(run(IMAGE, TIME), NOISE)),
 }
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from Dynamo
+
+SLOW = ("loss outside", "4 bit", "two runs")
 
 
 def frozen(model: nn.Module) -> list[nn.Parameter]:
@@ -140,9 +161,7 @@ def fetches() -> int:
     return sum(isinstance(step, Fetch) for step in result.plan.steps)
 
 
-@pytest.mark.parametrize(
-    "loop", [pytest.param(name, marks=pytest.mark.slow) if name in ("loss outside", "4 bit") else name for name in LOOPS]
-)
+@pytest.mark.parametrize("loop", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOOPS])
 def test_each_step_has_the_bits_of_keeping_everything_within_the_budget(loop: str) -> None:
     """Losses and parameters of six steps; an honest count of all bytes in every planned step; and those of the host."""
     build, loss_of = LOOPS[loop]
@@ -273,3 +292,98 @@ def test_the_parts_of_a_weight_are_traced_with_it() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, traced_on(torch.device("meta"), is_frozen):
         fake = mode.from_tensor(weight)
         assert parts([fake, mode.from_tensor(torch.empty(3))]) == {"meta", "cpu"}
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a low-rank adapter, as in QLoRA."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def llama(*, peft: bool) -> nn.Module:
+    """A small Llama with adapters on the projections of its attention."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes)
+    )
+    if peft:
+        library = pytest.importorskip("peft", reason="needs peft")
+        return library.get_peft_model(model, library.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.self_attn.v_proj = Adapter(layer.self_attn.q_proj), Adapter(layer.self_attn.v_proj)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_trainer_keeps_the_budget_and_its_losses(peft: bool, checkpointing: bool, tmp_path: Path) -> None:
+    """Of Hugging Face, with our callback; the peak of a step is measured from its first forward to its last backward."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from checkmate.torch.integrations import BudgetCallback
+    from checkmate.torch.integrations.transformers import PeakCallback
+
+    data = [{name: torch.arange(k, k + 32) for name in ("input_ids", "labels")} for k in range(12)]
+    losses: list[list[float]] = []
+    for options in ({"budget": "100%"}, {"budget": "50%", "host": "1GiB", "time_limit_s": 1.5}):
+        torch._dynamo.reset()
+        coordinator().forget_steps()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            gradient_checkpointing=checkpointing,
+            use_cpu=True,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        peak = PeakCallback(step=5)
+        trainer = transformers.Trainer(
+            llama(peft=peft), arguments, train_dataset=data, callbacks=[BudgetCallback(**options), peak]
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    result = coordinator().result
+    assert result is not None and peak.measured_bytes is not None
+    assert fetches() > 2
+    assert peak.measured_bytes <= result.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bitsandbytes", "torchao"])
+def test_quantized_weights_are_fetched_as_packed(kind: str) -> None:
+    """Of a 4-bit weight of bitsandbytes its bytes, of an int8 weight of torchao the numbers and the scales."""
+    library = pytest.importorskip(kind, reason=f"needs {kind}")
+
+    def base(width: int) -> nn.Module:
+        if kind == "bitsandbytes":
+            return library.nn.Linear4bit(width, width, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        layer = nn.Linear(width, width, bias=False)
+        library.quantization.quantize_(layer, library.quantization.Int8WeightOnlyConfig())
+        return layer
+
+    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        losses.append(LOSS(run(X), Y))
+        return losses[-1]
+
+    losses: list[torch.Tensor] = []
+    trained(network(base), loss_of)
+    trained(network(base), loss_of, budget="40%", host="1GiB", time_limit_s=1.5)
+    assert all_equal(losses[:STEPS], losses[STEPS:])
+    planned = coordinator().planned
+    assert planned is not None and fetches() > 2
+    sizes = {value.size_bytes for value in planned[0].values if value.on_host}
+    assert sizes == ({2048} if kind == "bitsandbytes" else {4096, 256})

@@ -26,8 +26,8 @@ from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import BATCH_NORM, random_op, trains_batch_norm, used_arguments, without_update
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
-from checkmate.torch.joint.capture import Capture
 from checkmate.torch.graph.traced import results
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.copies import BUFFERS
 from checkmate.torch.partition.split import CapturedJoint
