@@ -118,12 +118,11 @@ def frozen(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if not p.requires_grad]
 
 
-def held_bytes(model: nn.Module, *, copies: bool = True) -> int:
-    """Bytes of all tensors of the process but the frozen weights, which are on the host; with their copies or not."""
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors of the process but the frozen weights, which are on the host."""
     storages = device_memory(torch.device("cpu")).storages
     assert storages is not None
     apart = {p.untyped_storage()._cdata for p in frozen(model)}
-    apart |= set() if copies else {c.untyped_storage()._cdata for c in RESIDENTS.of(frozen(model))}
     return sum(size for key, size in storages.items() if key not in apart)
 
 
@@ -147,9 +146,8 @@ def trained(
         if peaks is None or step < 2:
             forward_and_backward()
         else:
-            # A step that is planned anew frees the copies of the plan before. The profiler does not see this.
-            held = held_bytes(model, copies=step > 2)
-            peaks.append(held + checkmate.torch.measure_peak(forward_and_backward))
+            RESIDENTS.forget(frozen(model))  # the profiler does not see frees of what was there before: the step copies them anew
+            peaks.append(held_bytes(model) + checkmate.torch.measure_peak(forward_and_backward))
         optimizer.step()
         optimizer.zero_grad()
     return [*losses, *(p.detach().clone() for p in model.parameters())]
@@ -350,8 +348,15 @@ def test_a_trainer_keeps_the_budget_and_its_losses(peft: bool, checkpointing: bo
             dataloader_pin_memory=False,
         )
         peak = PeakCallback(step=5)
+
+        class Forgetting(transformers.TrainerCallback):
+            """The profiler does not see frees of what was there before: the step copies them anew."""
+
+            def on_step_begin(self, *_: object, model: nn.Module, **rest: object) -> None:
+                RESIDENTS.forget(frozen(model))
+
         trainer = transformers.Trainer(
-            llama(peft=peft), arguments, train_dataset=data, callbacks=[BudgetCallback(**options), peak]
+            llama(peft=peft), arguments, train_dataset=data, callbacks=[BudgetCallback(**options), Forgetting(), peak]
         )
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

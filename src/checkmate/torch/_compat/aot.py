@@ -218,7 +218,7 @@ def is_tangent(node: torch.fx.Node) -> bool:
 
 
 def gradient_positions(joint: torch.fx.GraphModule, count: int) -> list[int]:
-    """The position of each input's gradient among ``count`` gradients of a joint graph: one for all parts of a wrapper subclass."""
+    """The position of each input's gradient among ``count`` gradients of a joint graph: one for all parts of a subclass."""
     inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     if len(inputs) == count:
         return list(range(count))

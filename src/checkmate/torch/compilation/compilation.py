@@ -92,7 +92,7 @@ class Compilation:
         if self._takes_gradients:
             return self.task
         known = coordinator().budget_bytes(self._budget)
-        if known is None and self.options.host is None:
+        if known is None and not self._account.reads_host:
             return None
         known = known or 0  # a weight on the host has to be fetched: as little memory as possible
         budget = self._budget.with_total(max(0, known - coordinator().held_bytes()))

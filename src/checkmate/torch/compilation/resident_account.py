@@ -22,7 +22,7 @@ from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.host_weights import ON_DEVICE, ON_HOST, frozen_weights, read_on_device
 from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
-from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.storages import storage_key, strided_parts
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, optimizers_without_state, state_to_come_bytes
@@ -85,9 +85,10 @@ class ResidentAccount:
         state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
         self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
         weights = frozen_weights(inputs, self.device) if options.copies else []
-        for t in tensors if weights else ():  # a weight may have been made trainable
-            ON_HOST.pop(storage_key(t), None)
+        for part in (p for t in tensors for p in strided_parts(t)) if ON_HOST else ():  # a weight may be trained now
+            ON_HOST.pop(storage_key(part), None)
         self._weights = [None if t is None else weakly(t) for t in weights]  # that a plan may fetch, by input of the graph
+        self.reads_host = any(weight is not None for weight in self._weights)
         self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
         if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
             self.accumulated = _accumulating(inputs, options.accumulate)

@@ -10,6 +10,7 @@ from torch import fx
 
 from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Fetch
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
@@ -178,7 +179,11 @@ def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
     """The plan of a smaller batch of a step that was planned; None if there is none."""
     if options.plan is not None or options.host is not None:
         return None
-    return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
+
+    def moved(order: Sequence[int]) -> list[int]:
+        return [o for o in step.stitched.within_segments(order) if not isinstance(o, Fetch)]
+
+    return plan_of_larger(options.budget, step.graph, options.counted, moved)
 
 
 def _plan(options: PlanningOptions, step: _CapturedStep) -> Result:
