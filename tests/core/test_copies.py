@@ -252,12 +252,24 @@ def test_costs_without_a_unit_of_time_are_refused():
     assert caught.value.hint == "use a graph with cost_unit='ns', or a plan without copies"
 
 
-@pytest.mark.parametrize(("out", "back"), [(0, 1), (1, -5), (1.5, 1), (True, 1)])
+@pytest.mark.parametrize(("out", "back"), [(1, 0), (-1, 1), (1, -5), (1.5, 1), (True, 1)])
 def test_a_bus_without_a_rate_is_refused(out, back):
     """A rate divides."""
     with pytest.raises(checkmate.OptionError, match="positive whole number"):
         HostMemory(10, out, back)
     assert HostMemory(10, 1, 1).in_ns(2) == 2 * 10**9
+
+
+def test_nothing_is_copied_to_a_host_without_a_rate_to_it():
+    """Both accounts say so. A plan may still fetch what was there before the step."""
+    inward = HostMemory(100, 0, 10**9)
+    plan = Plan(offloaded().steps, chain().digest, inward)
+    with pytest.raises(PlanError, match="rate of copies to it is 0"):
+        simulate(chain(), plan)
+    assert validate(chain(), plan, cost=1)[0].rule == "offload"
+    graph = with_host_values(random.Random(0), chain())
+    found = solve(Problem(graph, checkmate.min_budget(graph, host=inward).peak_bytes, host=inward)).plan
+    assert not any(isinstance(step, Offload) for step in found.steps)
 
 
 def test_files_with_copies_have_version_two(tmp_path):

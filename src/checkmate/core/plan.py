@@ -74,11 +74,11 @@ class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         bytes: The most bytes of copies at any moment: what may be pinned. Text such as ``"32GiB"`` is read too.
-        out_bytes_per_s: Traffic to the host, in bytes per second.
+        out_bytes_per_s: Traffic to the host, in bytes per second; 0 if nothing is copied there, and weights are fetched.
         in_bytes_per_s: Traffic from the host, in bytes per second.
 
     Raises:
-        OptionError: A rate is not a positive whole number.
+        OptionError: A rate is not a whole number, or nothing can be fetched.
         UnitError: The bytes cannot be read.
 
     Examples:
@@ -95,12 +95,14 @@ class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "bytes", parse_bytes(self.bytes))
         for name in ("out_bytes_per_s", "in_bytes_per_s"):
             rate = getattr(self, name)
-            if isinstance(rate, bool) or int(rate) != rate or rate < 1:
+            if isinstance(rate, bool) or int(rate) != rate or rate < (name == "in_bytes_per_s"):
                 raise OptionError(f"{name}={rate!r} is not a positive whole number of bytes per second")
             msgspec.structs.force_setattr(self, name, int(rate))
 
     def out_ns(self, size_bytes: int) -> int:
         """Nanoseconds that the engine takes to copy bytes to the host, rounded up."""
+        if not self.out_bytes_per_s:
+            raise PlanError("a value is copied to the host, and the rate of copies to it is 0", hint="plan without this copy")
         return -(-size_bytes * 10**9 // self.out_bytes_per_s)
 
     def in_ns(self, size_bytes: int) -> int:

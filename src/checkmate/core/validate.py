@@ -340,6 +340,10 @@ def _check_cost(graph: Graph, plan: Plan, table: _Table, bus: HostMemory | None,
         elif isinstance(step, (Offload, Fetch)):
             assert bus is not None
             rate = bus.out_bytes_per_s if isinstance(step, Offload) else bus.in_bytes_per_s
+            if not rate:
+                return [
+                    Violation("offload", index, f"value {step.value} is copied to the host, and the rate of copies to it is 0")
+                ]
             after = engines[type(step)][-1:] + ([made[step.value]] if isinstance(step, Fetch) and step.value in made else [])
             length = (graph.values[step.value].size_bytes * 1_000_000_000 + rate - 1) // rate
             done[index] = max([stream, *(done[copy] for copy in after)]) + length

@@ -20,7 +20,7 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, with_frees
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
@@ -30,7 +30,8 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.plan_store import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
-from checkmate.solvers.reductions.unread import plan_of_needed
+from checkmate.solvers.offload.streams import smallest_with_fetches
+from checkmate.solvers.reductions.unread import needed_steps, plan_of_needed
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
@@ -108,13 +109,15 @@ def _left_s(limit_s: float, spent_s: float) -> float:
     return max(_LAST_SHARE * limit_s, limit_s - spent_s)
 
 
-def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
+def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None, host: HostMemory | None = None) -> Result:
     """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are the search's.
 
     The quick search comes within some per cent of the smallest peak. If its plan takes more than ``enough_bytes``, resident bytes
-    included, another search takes the rest of the time.
+    included, another search takes the rest of the time. With a host, weights are fetched from there.
     """
-    problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
+    problem, limits = Problem(graph, keep_all_bytes(graph), host=host), Limits(time_s=time_s)
+    if host is not None:
+        return evaluate(graph, smallest_with_fetches(problem, limits, near=enough_bytes or 0).plan)
     quick = _found_before_or_now(problem, limits, "quick_peak", quick_peak)
     if enough_bytes is None or quick.peak_bytes <= enough_bytes:
         return quick
@@ -234,9 +237,28 @@ class Replanner:
         return min(fits, key=lambda r: r.cost).plan if fits else None
 
 
-def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
-    """The result of a known order without the computations whose outputs are never read."""
-    return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
+def order_of(plan: Plan) -> tuple[int | Fetch, ...]:
+    """The order of a plan without copies to the host: its computations, by op, and its fetches.
+
+    Raises:
+        PlanError: The plan has copies to the host.
+    """
+    if any(isinstance(step, Offload) for step in plan.steps):
+        raise PlanError(
+            "the plan copies values to the host, and the graphs of a loop only fetch frozen weights from there",
+            hint="raise the budget, or plan a whole step: checkmate.torch.compile(model, loss, optimizer, example=..., host=...)",
+        )
+    steps = (step for step in plan.steps if not isinstance(step, Free))
+    return tuple(step.op if isinstance(step, Compute) else step for step in steps)  # type: ignore[misc]
+
+
+def result_of_order(graph: Graph, order: Sequence[int | Fetch], host: HostMemory | None = None) -> Result:
+    """The result of a known order without the computations and fetches whose values are never read."""
+    problem = Problem(graph, graph.resident_bytes, host=host)
+    if host is None:
+        return evaluate(graph, plan_of_needed(problem, [step for step in order if not isinstance(step, Fetch)]))
+    steps = needed_steps(problem, [step if isinstance(step, Fetch) else Compute(step) for step in order])
+    return evaluate(graph, with_frees(graph, steps, host))
 
 
 def _log_planned(problem: Problem, result: Result) -> None:

@@ -91,7 +91,7 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
         host: Memory of the host that values may be copied to while the step runs (``"32GiB"``), if that is faster than computing
             them again; the rates of the bus are measured. Frozen parameters (``requires_grad=False``) that are on the CPU are
             fetched from there before each use, as packed if they are quantized, or are on the device all the time if they fit.
-            Only in a whole step of ``compiler="eager"``. All ops then run whole.
+            Only with ``compiler="eager"``; without a whole step nothing but frozen weights. All ops then run whole.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``; ``"reduce-overhead"`` is for whole steps of

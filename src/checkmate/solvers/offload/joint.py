@@ -91,7 +91,12 @@ class Joint:
         if not orders or not self.streams.ops:
             every = starts(self.streams.problem, self.session.limits.seed, self.session.time_up)
             orders += (start.order for start in every if not start.on_demand)
-        return [Reference.of(self.graph, order) for order in dict.fromkeys(orders)]
+        return [self._reference(order) for order in dict.fromkeys(orders)]
+
+    def _reference(self, order: tuple[int, ...]) -> Reference:
+        """Times of an order, and the values that may be copied to the host."""
+        found = Reference.of(self.graph, order)
+        return found if self.host.out_bytes_per_s else replace(found, gaps={})
 
     def _stream(self, reference: Reference) -> None:
         """Choose the share of values on the device when the step begins, the price of copies and the ring, one by one.
@@ -149,7 +154,7 @@ class Joint:
         without_gain = 0
         while self.best is not None and without_gain < 200 and not self.session.done:
             best, streams = self.best, self.streams
-            reference = Reference.of(self.graph, best.order)
+            reference = self._reference(best.order)
             chosen = set(best.chosen)
             if streams.ops and self.random.random() < 0.5:
                 self.streams = streams.near(self.random)

@@ -217,6 +217,18 @@ def is_tangent(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def gradient_positions(joint: torch.fx.GraphModule, count: int) -> list[int]:
+    """The position of each input's gradient among ``count`` gradients of a joint graph: one for all parts of a subclass."""
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    if len(inputs) == count:
+        return list(range(count))
+    wholes = [node.meta.get("desc", node) for node in inputs]
+    while any(hasattr(whole, "base") for whole in wholes):
+        wholes = [getattr(whole, "base", whole) for whole in wholes]
+    position = {whole: k for k, whole in enumerate(dict.fromkeys(wholes))}
+    return [position[whole] for whole in wholes]
+
+
 def in_backward(node: torch.fx.Node) -> bool:
     """Whether autograd made a node; before PyTorch 2.13 nodes of a whole step tell only the call in the traced program."""
     return "autograd_backward" in node.meta or (node.meta.get("source_fn_stack") or [(None,)])[-1][-1] is torch.autograd.grad

@@ -65,12 +65,17 @@ def traced_parts(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def traced_on(device: torch.device, of: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Let some tensors have fake tensors on another device inside."""
+    """Let some tensors, with the parts of those that are built of others, have fake tensors on another device inside."""
     describe = MetaTensorDescriber.describe_tensor
+    moves = [False]  # whether the tensor that is described moves, and those that it is a part of
 
     def described(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> Any:
-        found = describe(self, t, **options)
-        return replace(found, device=device) if of(t) else found
+        moves.append(moves[-1] or of(t))
+        try:
+            found = describe(self, t, **options)
+            return replace(found, device=device) if moves[-1] else found
+        finally:
+            moves.pop()
 
     with replaced(MetaTensorDescriber, "describe_tensor", described):
         yield

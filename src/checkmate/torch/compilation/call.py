@@ -32,6 +32,7 @@ from checkmate.torch._compat.dynamo import (
     untraced,
     watch_compilations,
 )
+from checkmate.torch.graph.host_weights import traced_on_device
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -204,6 +205,7 @@ class Call:
                     coordinator().begin_call(self._calls, self._calls.budget)
                 watch_compilations(_compile_began, _compile_ended)
                 contexts.enter_context(RecurrentLayersOutside())
+                contexts.enter_context(traced_on_device(self._calls.options))
                 self._evaluates = not torch.is_grad_enabled()
                 # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, with none
                 # left for training: calls without gradients are compiled for three shapes.

@@ -92,11 +92,12 @@ class Compilation:
         if self._takes_gradients:
             return self.task
         known = coordinator().budget_bytes(self._budget)
-        if known is None:
+        if known is None and not self._account.reads_host:
             return None
+        known = known or 0  # a weight on the host has to be fetched: as little memory as possible
         budget = self._budget.with_total(max(0, known - coordinator().held_bytes()))
         costs, plan = self.planner.evaluation(budget, self.task.costs, estimated_costs)
-        return replace(self.task, costs=costs, plan=plan, on_planned=lambda joint, result: None)
+        return replace(self.task, costs=costs, plan=plan, on_planned=self.executable.prepare_copies)
 
     def agree_to_run(self) -> None:
         """Wait until every rank has compiled its graph: a rank that ran alone would block in its first collective."""
@@ -203,6 +204,7 @@ class Executable:
             recompile=self._recompile,
             replaceable=replaceable,
             chunks=planner.chunks,
+            pin=account.pin_weights,
         )
 
     def on_planned(self, joint: CapturedJoint, result: Result) -> None:
@@ -223,7 +225,12 @@ class Executable:
             self._around = self._counted.running
             if self._account.replayed is not None:
                 self._account.replayed.memory, self._account.replayed.budget_bytes = self._counted, result.budget_bytes
-        elif result.plan.host is not None:
+        else:
+            self.prepare_copies(joint, result)
+        self._hooks.planned(interface, result)
+
+    def prepare_copies(self, joint: CapturedJoint, result: Result) -> None:
+        """Prepare for runs of a plan with copies."""
+        if result.plan.host is not None:
             self._around = BUFFERS.step
             self._account.pin_weights(joint.capture, result.plan)
-        self._hooks.planned(interface, result)

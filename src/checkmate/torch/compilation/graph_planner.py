@@ -13,10 +13,12 @@ from torch import fx
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, order_of, planner_for, result_of_order
 from checkmate.solvers.bounds.floor import floor
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
@@ -41,7 +43,17 @@ class GraphPlanner:
 
     def __init__(self, options: Options, account: ResidentAccount, hooks: Hooks, ranks: Ranks | None) -> None:
         self._all, self._account, self._hooks, self.ranks = options, account, hooks, ranks
-        self.options = replace(options.planning, counted=account.counted)
+
+    @functools.cached_property
+    def options(self) -> PlanningOptions:
+        """The options that all front ends share, and the host with its rates if a plan is made that copies."""
+        options = replace(self._all.planning, counted=self._account.counted)
+        if self._all.host is None or self._hooks.captured is not None:
+            return options
+        host = measured_host(self._account.device, parse_bytes(self._all.host))
+        if not self._hooks.whole:  # a forward hands nothing on the host to its backward
+            host = HostMemory(host.bytes, 0, host.in_bytes_per_s)
+        return replace(options, counted=None, host=host)
 
     @property
     def keeps_everything(self) -> bool:
@@ -98,38 +110,42 @@ class GraphPlanner:
 
     def _whole(self, capture: Capture) -> tuple[Capture, Result]:
         """The plan of a whole step."""
-        graph, result = self.agreed(capture.graph, self._plan_with_copies if self._all.copies else self._plan_within_budget)
+        graph, result = self.agreed(capture.graph, self._plan_within_budget)
         return replace(capture, graph=graph), result
 
     def _plan_within_budget(self, graph: Graph) -> Result:
+        if self._all.copies:
+            return self._plan_with_copies(graph)
         known = plan_of_larger(self.options.budget, graph, self.options.counted) if self.options.plan is None else None
         return planner_for(self.options)(graph) if known is None else known
 
     def _plan_with_copies(self, graph: Graph) -> Result:
-        """A plan with copies to the host, in whole steps only."""
-        if not self._hooks.whole or self.ranks is not None:
-            raise OptionError(
-                "host needs a whole step on one device: which values are away is not known to another graph or another rank",
-                hint="use checkmate.torch.compile(model, loss, optimizer, example=..., budget=..., host=...), or leave out host",
-            )
-        if self.options.plan is not None:
-            return GivenPlan(self.options.plan, self.options.budget, copies=True)(graph)
-        host = measured_host(self._account.device, parse_bytes(self._all.host or 0))
-        return planner_for(replace(self.options, counted=None, host=host))(graph)
+        """A plan that fetches weights, and in a whole step copies values to the host."""
+        self._refuse_ranks()
+        given = self.options.plan
+        planner = planner_for(self.options) if given is None else GivenPlan(given, self.options.budget, copies=True)
+        result = planner(graph)
+        if not self._hooks.whole:
+            order_of(result.plan)
+        return result
+
+    def _refuse_ranks(self) -> None:
+        if self._all.host is not None and self.ranks is not None:
+            raise OptionError("host needs one device: no rank knows what another one copies", hint="leave out host")
 
     def _plan_of_part(self, graph: Graph, early: Set[int]) -> Result:
         """A plan of nearly the smallest peak for one of several graphs of a step, or keeping all.
 
         Some ops may be computed ``early`` only, in the forward; see `reads_of_overwritable`.
         """
-        if self._all.host is not None:
-            return self._plan_with_copies(graph)
+        self._refuse_ranks()
         if self.keeps_everything:
             return result_of_order(graph, range(len(graph.ops)))
         total = self.options.budget.total_bytes if self.options.budget is not None else None
         # The other graphs of the step and eager code may free the outputs at once.
         part = msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
-        if total is not None and floor(part).peak_bytes > total:
+        host = self.options.host
+        if total is not None and floor(part, copies=host is not None).peak_bytes > total:
             try:
                 return planner_for(self.options)(part)
             except InfeasibleBudgetError as error:  # the bytes of the other graphs are not known
@@ -140,8 +156,8 @@ class GraphPlanner:
                 ) from None
         # This plan runs once or twice, and the number of graphs of the step is not known.
         limit_s = self.options.time_limit_s
-        smallest = near_smallest(_in_forward(graph, early), 1.0 if limit_s is None else min(1.0, limit_s / 8), total)
-        return result_of_order(graph, smallest.plan.order)
+        smallest = near_smallest(_in_forward(graph, early), 1.0 if limit_s is None else min(1.0, limit_s / 8), total, host)
+        return result_of_order(graph, order_of(smallest.plan), host)
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
@@ -203,8 +219,8 @@ class GraphPlanner:
                 capture = recapture(capture.joint)
             if keep_all_bytes(capture.graph) <= budget_bytes:
                 return capture, keep_everything(capture.graph)
-            smallest = near_smallest(capture.graph, 1.0, budget_bytes)
-            if smallest.peak_bytes > budget_bytes:
+            smallest = near_smallest(capture.graph, 1.0, budget_bytes, self.options.host)
+            if smallest.peak_bytes > budget_bytes > 0:
                 _log.warning(
                     "a call without gradients takes up to %s, more than its budget of %s",
                     format_bytes(smallest.peak_bytes),

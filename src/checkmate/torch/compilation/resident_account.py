@@ -14,13 +14,15 @@ from checkmate.core.budget import ResidentMemory
 from checkmate.core.plan import Fetch, Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import no_modes, traced_parts
 from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.cuda_graph import replayed_step
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.graph.host_weights import ON_DEVICE, frozen_weights, read_on_device
+from checkmate.torch.graph.host_weights import ON_DEVICE, ON_HOST, frozen_weights, read_on_device
 from checkmate.torch.graph.optimizer_ops import Updates, uncompiled_reason
+from checkmate.torch.graph.storages import storage_key, strided_parts
 from checkmate.torch.joint.capture import Capture, captured_graph, reads_of_overwritable
 from checkmate.torch.measure.allocator import counted_memory, warm_up
 from checkmate.torch.measure.device_memory import LookDue, optimizers_without_state, state_to_come_bytes
@@ -83,7 +85,10 @@ class ResidentAccount:
         state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
         self._overwritable = {k for k, t in enumerate(inputs) if id(t) not in state}
         weights = frozen_weights(inputs, self.device) if options.copies else []
+        for part in (p for t in tensors for p in strided_parts(t)) if ON_HOST else ():  # a weight may be trained now
+            ON_HOST.pop(storage_key(part), None)
         self._weights = [None if t is None else weakly(t) for t in weights]  # that a plan may fetch, by input of the graph
+        self.reads_host = any(weight is not None for weight in self._weights)
         self.accumulated = frozenset[int]()  # inputs to whose gradients the backward adds
         if budget is not None and options.plan is None and options.compiler == "eager" and not hooks.whole:
             self.accumulated = _accumulating(inputs, options.accumulate)
@@ -103,10 +108,12 @@ class ResidentAccount:
 
     def read_from_host(self, graph: fx.Graph) -> None:
         """Have a graph read the frozen weights that a plan may fetch by `ON_DEVICE`."""
-        inputs = graph.find_nodes(op="placeholder")
+        given = graph.find_nodes(op="placeholder")
+        inputs = [node for node in given if not is_tangent(node)]
         if len(inputs) == len(self._weights):  # AOTAutograd merges equal inputs, which changes their positions
-            on_host = [node for node, weight in zip(inputs, self._weights, strict=True) if weight is not None]
-            read_on_device(on_host, inputs[-1].next, self.device)
+            known = zip(inputs, self._weights, strict=True)
+            on_host = {node: tensor for node, weight in known if weight is not None and (tensor := weight()) is not None}
+            read_on_device(on_host, given[-1].next, self.device)
 
     def pin_weights(self, capture: Capture, plan: Plan) -> None:
         """Pin the weights that a plan fetches, which takes longer than their copies."""

@@ -7,27 +7,45 @@ is a storage, such as the packed numbers of a quantized weight.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from checkmate.core.errors import OptionError
-from checkmate.torch._compat.dispatch import detect_fake_mode, traced_parts
+from checkmate.core.units import format_bytes
+from checkmate.torch._compat.dispatch import detect_fake_mode, traced_on, traced_parts
 from checkmate.torch.graph.op_properties import op_properties
-from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.storages import storage_key, unique_bytes
+from checkmate.torch.options import Options
 
+_log = logging.getLogger("checkmate.torch")
 _library = torch.library.Library("checkmate", "FRAGMENT")
 _library.define("on_device(Tensor weight, Device device) -> Tensor")
 
 ON_DEVICE = torch.ops.checkmate.on_device.default
+_library.impl("on_device", lambda weight, device: weight.to(device), "CompositeExplicitAutograd")  # where no plan runs the graph
+
+
+ON_HOST: Final = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+"""The storages of weights that graphs read by `ON_DEVICE`, by their keys: no memory of a device, even if that is a CPU."""
 
 
 def is_frozen(tensor: object) -> bool:
     """Whether a tensor is a frozen parameter on the host."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and tensor.device.type == "cpu"
+
+
+def traced_on_device(options: Options) -> AbstractContextManager[None]:
+    """Context in which frozen weights on the host have fake tensors on the device of a plain loop, whose ops read them there."""
+    named = options.device or ("cuda" if options.host is not None and torch.cuda.is_available() else "cpu")
+    device = torch.empty(0, device=named).device if options.host is not None else torch.device("cpu")
+    return nullcontext() if device.type == "cpu" else traced_on(device, is_frozen)
 
 
 def frozen_weights(inputs: Sequence[Any], device: torch.device) -> list[torch.Tensor | None]:
@@ -38,6 +56,15 @@ def frozen_weights(inputs: Sequence[Any], device: torch.device) -> list[torch.Te
     Raises:
         OptionError: A frozen parameter is on the host, and a step on another device cannot fetch it.
     """
+    there = unique_bytes(t for t in inputs if isinstance(t, torch.nn.Parameter) and not t.requires_grad and not is_frozen(t))
+    if there:
+        _log.warning(
+            "%s of frozen parameters are on %s already: they stay there, and only those on the CPU are fetched from the host\n"
+            "hint: leave the model on the CPU, and move what is trained: p.data = p.data.to(%r) for p with p.requires_grad",
+            format_bytes(there),
+            device,
+            str(device),
+        )
     parts = [(part, is_frozen(value)) for value in inputs for part in traced_parts(value)]
     owners = Counter(storage_key(t) for t, _ in parts if isinstance(t, torch.Tensor) and t.layout is torch.strided)
     found: list[torch.Tensor | None] = []
@@ -53,12 +80,19 @@ def frozen_weights(inputs: Sequence[Any], device: torch.device) -> list[torch.Te
     return found
 
 
-def read_on_device(weights: Iterable[fx.Node], first: fx.Node, device: torch.device) -> None:
+def read_on_device(weights: Mapping[fx.Node, torch.Tensor], first: fx.Node, device: torch.device) -> None:
     """Have a graph, whose first op is ``first``, read weights from a device, except those that it also overwrites or returns."""
-    for weight in weights:
+    for weight, tensor in weights.items():
         users = [*weight.users]
-        if not users or any(user.op == "output" or op_properties(user).mutates for user in users):
+        if not users:
             continue
+        if any(user.op == "output" or op_properties(user).mutates for user in users):
+            if device.type == "cpu":
+                continue
+            raise OptionError(
+                f"a frozen parameter of shape {tuple(tensor.shape)} is on the host, and the graph returns or overwrites it",
+                hint=f"move it to the device: parameter.data = parameter.data.to({str(device)!r})",
+            )
         with weight.graph.inserting_before(first):
             read = weight.graph.create_node("call_function", ON_DEVICE, (weight, device), name=f"{weight.name}_on_device")
         read.meta["val"] = like = weight.meta["val"]  # its views share its storage
@@ -68,6 +102,7 @@ def read_on_device(weights: Iterable[fx.Node], first: fx.Node, device: torch.dev
             weight.meta["val"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         for user in users:
             user.replace_input_with(weight, read)
+        ON_HOST[storage_key(tensor)] = tensor.untyped_storage()
 
 
 def weights_on_host(graph: fx.Graph) -> list[fx.Node]:

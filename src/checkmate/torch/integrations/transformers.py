@@ -13,7 +13,9 @@ from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.graph.host_weights import ON_HOST
+from checkmate.torch.graph.storages import leaves, storage_key, unique_bytes
+from checkmate.torch.partition.copies import RESIDENTS
 from checkmate.torch.steps.coordinator import coordinator
 
 try:
@@ -113,7 +115,8 @@ class PeakCallback(TrainerCallback):
 
 
 def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes held between steps: parameters, buffers, gradients and optimizer state."""
+    """Bytes held between steps: parameters, buffers, gradients and optimizer state; of weights on the host their copies."""
     held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters() if p.grad is not None]]
+    held = [*RESIDENTS.of(held), *(t for t in held if storage_key(t) not in ON_HOST)]
     states = getattr(optimizer, "state", {})
     return unique_bytes([*held, *[t for state in states.values() for t in leaves(state)]])

@@ -23,6 +23,7 @@ from torch import optim
 
 from checkmate.torch._compat.dispatch import dispatches_in_python
 from checkmate.torch._compat.engine import saved_by_autograd
+from checkmate.torch.graph.host_weights import ON_HOST
 from checkmate.torch.graph.optimizer_ops import initial_state, temporary_count, updates_parameters_separately
 from checkmate.torch.graph.rng import cpu_rng_state_bytes
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, leaves, storage_bytes, storage_key, strided_parts, unique_bytes
@@ -54,7 +55,8 @@ def device_memory(device: torch.device) -> DeviceMemory:
         if tensor.dtype is torch.uint8 and tensor.numel() == cpu_rng_state_bytes():
             continue  # the state of a generator, which Dynamo keeps while it compiles
         with contextlib.suppress(RuntimeError):  # a tensor without a storage, as in functorch and lazy modules
-            storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
+            parts = [p for p in strided_parts(tensor) if p.device.type == "cpu" and storage_key(p) not in ON_HOST]
+            storages.update((storage_key(p), storage_bytes(p)) for p in parts)
     return DeviceMemory(sum(storages.values()), storages)
 
 

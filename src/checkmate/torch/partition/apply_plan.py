@@ -9,7 +9,8 @@ which order; the partitioner decides that. Here every recomputation is a separat
 - with recompute tags left on nodes, it would pass the graph to the min-cut partitioner, which would ignore the plan;
 - with a module attribute (body of a higher-order op) shared between forward and backward, it would save the module as a value.
 
-Copies to the host are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`), in whole steps only.
+Copies to the host and from it are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`). Only tensors go
+from the forward to the backward: a fetch ends in the module that began it.
 
 Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use, never later than the plan
 (`checkmate.torch._compat.aot.boxed`). `checkmate.torch.partition.check_peak` verifies the outcome.
@@ -83,6 +84,7 @@ class _Writer:
                 self._copy(node)
             elif node in sizes:
                 self._tag(self._copy(node), node)
+        self._find_weights()
         stats = self._stats_readers()
         returned: list[Any] = []
         position = -1
@@ -94,8 +96,14 @@ class _Writer:
             for v in self.arriving.intersection(self.capture.graph.ops[o].inputs):
                 self._wait_fetched(v)
             if o == self.capture.graph.boundary:
+                for v in sorted(self.arriving):
+                    # PyTorch's partitioner ends the forward with the last node that has the plain tag of the forward.
+                    self._wait_fetched(v)
+                    node = self.node_of[v]
+                    self.env[node] = self._call(copies.hand_over, (self.env[node],), node)
                 returned = [self._now(out) for out in self.capture.forward_outputs]
                 self.backward = True
+                self._find_weights()
             else:
                 self._emit(o, self.capture.members[o], position in stats)
         for v in sorted(self.arriving):
@@ -119,8 +127,8 @@ class _Writer:
             self.sending.add(v)
         elif isinstance(step, Fetch):
             node = self.node_of[v]
-            if self.capture.graph.values[v].on_host:
-                self.host[v] = self._call(copies.weight, self._now(node.args), None)
+            if v not in self.host:
+                self._find_weight(v)
             self.env[node] = self._call(copies.fetch, (self.host[v],), node)
             self.arriving.add(v)
         elif isinstance(step, Discard):
@@ -153,6 +161,20 @@ class _Writer:
             copies.BUFFERS.reserve(size, self.node_of[next(iter(made))].meta["val"].device)
         return iter(offsets)
 
+    def _find_weights(self) -> None:
+        """Emit a call for each weight that a module fetches, before all else: a copy on the device from another plan is freed."""
+        graph = self.capture.graph
+        split = len(self.steps) if graph.boundary is None else self.steps.index(Compute(graph.boundary))
+        steps = self.steps[split:] if self.backward else self.steps[:split]
+        for v in sorted({s.value for s in steps if isinstance(s, Fetch) and graph.values[s.value].on_host}):
+            if graph.producer[v] not in self.times:
+                self._find_weight(v)
+            else:  # the step begins with it on the device
+                self.host.pop(v, None)
+
+    def _find_weight(self, v: int) -> None:
+        self.host[v] = self._call(copies.weight, self._now(self.node_of[v].args), None)
+
     def _wait_fetched(self, v: int) -> None:
         node = self.node_of[v]
         self.env[node] = self._call(copies.wait_fetched, (self.env[node], self.host[v]), node)
@@ -162,8 +184,7 @@ class _Writer:
         """Emit a call; its result is like the node ``like`` of the original graph, or no tensor."""
         emitted = self.graph.call_function(function, arguments)
         emitted.meta = {"val": None} if like is None else dict(like.meta)
-        if like is not None:
-            self._tag(emitted, like)
+        self._tag(emitted, emitted)
         return emitted
 
     def _emit(self, o: int, member: Member, with_stats: bool) -> None:
@@ -222,7 +243,12 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= tagged_random(emitted) or random_op(emitted) is not None or emitted.target is BATCH_NORM_UPDATE
+        must |= (
+            emitted.target in copies.COPIES
+            or tagged_random(emitted)
+            or random_op(emitted) is not None
+            or emitted.target is BATCH_NORM_UPDATE
+        )
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

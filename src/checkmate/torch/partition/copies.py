@@ -40,6 +40,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self.held_bytes = self.peak_bytes = 0  # of the copies now, and at most so far
         self.whole: dict[torch.device, npt.NDArray[np.uint8]] = {}  # no tensors, which would count as resident memory of a CPU
+        self.devices = set[torch.device]()  # those that had copies
         self._running = threading.Lock()
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class HostBuffers:
                 yield
             except BaseException:
                 self.held_bytes = 0
-                for device in self.whole:
+                for device in self.devices:
                     _synchronize(device)
                 raise
 
@@ -168,16 +169,26 @@ class _Residents:
         owner = weakref.ref(weight.untyped_storage(), lambda _: self._found.pop(key, None))
         self._found[key] = owner, weight._version, copy
 
-    def of(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies of some weights."""
-        return [self._found[key][2] for key in map(storage_key, weights) if key in self._found]
+    def of(self, weights: Iterable[torch.Tensor | torch.UntypedStorage]) -> list[torch.Tensor]:
+        """The copies of some weights, or of weights with some storages."""
+        return [self._found[key][2] for key in map(_key, weights) if key in self._found]
+
+    def forget(self, weights: Iterable[torch.Tensor | torch.UntypedStorage]) -> None:
+        """Free the copies of some weights."""
+        for key in map(_key, weights):
+            self._found.pop(key, None)
+
+
+def _key(weight: torch.Tensor | torch.UntypedStorage) -> int:
+    return storage_key(weight) if isinstance(weight, torch.Tensor) else weight._cdata
 
 
 RESIDENTS = _Residents()
 
 
 def weight(tensor: torch.Tensor, device: torch.device) -> HostCopy:
-    """The copy on the host of a weight of a step on a device: the weight itself."""
+    """The copy on the host of a weight that a step on a device fetches: the weight itself. The device keeps no other copy."""
+    RESIDENTS.forget([tensor])
     buffer = torch.empty(0, dtype=torch.uint8).set_(storage := tensor.untyped_storage(), 0, (storage.nbytes(),), (1,))
     return HostCopy(buffer, (tensor.dtype, device, tensor.storage_offset(), tensor.size(), tensor.stride()))
 
@@ -193,10 +204,14 @@ def keep(tensor: torch.Tensor, device: torch.device, on_device: torch.Tensor) ->
     RESIDENTS.put(tensor, on_device)
 
 
-COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
-    {offload, wait_sent, fetch, wait_fetched, discard, weight, resident, keep}
-)
-for _function in COPY_FUNCTIONS:
+def hand_over(tensor: torch.Tensor) -> torch.Tensor:
+    """A fetched tensor that the forward saves for the backward."""
+    return tensor
+
+
+COPIES: Final = frozenset[Callable[..., Any]]({offload, wait_sent, fetch, wait_fetched, discard, weight, resident, keep})
+COPY_FUNCTIONS: Final = COPIES | {hand_over}
+for _function in COPIES:
     has_side_effect(_function)
 
 
@@ -244,6 +259,7 @@ def _copy(
     """Begin a copy between a device and the host, once ``after`` returns; the result waits until it is done."""
     if device.type == "cpu":
         return _copy_when_awaited(into, source, after)
+    BUFFERS.devices.add(device)
     stream = side_stream(device, direction)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -136,6 +136,7 @@ def _partition(
         layout_pass=task.layout_pass,
         examine=task.examine,
     )
+    task.read_from_host(prepared.graph)
     task.relabel(prepared.graph)
     use_cudnn_batch_norm(prepared.graph)
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]

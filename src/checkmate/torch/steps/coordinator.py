@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from checkmate.core.budget import Budget
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.frontend.planner import order_of
 from checkmate.torch._compat.dynamo import untraced
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
@@ -145,7 +146,9 @@ class Coordinator:
                 gc.collect()  # compilation leaves cycles, which hold earlier models
                 self._memory = device_memory(device)
         given = [each for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None]
-        return self._memory.besides(known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t)})
+        return self._memory.besides(
+            known | {storage_key(p): current_bytes(p) for t in given for p in strided_parts(t) if p.device.type == device.type}
+        )
 
     def begin_call(self, function: object, budget: Budget | None = None) -> None:
         """Prepare for a call of a compiled function; the function tells the steps of several networks apart.
@@ -237,7 +240,7 @@ class Coordinator:
             run = self._begin_forward(planned, args)
             program = run.program
             assert program.forward is not None
-            with self._eager.paused():
+            with self._eager.paused(), program.running:
                 results = list(program.forward(args))
                 token = torch.empty(0, dtype=torch.uint8)
             run.symbols = results[len(results) - program.num_symbols :]
@@ -313,7 +316,7 @@ class Coordinator:
         known = run.leaves is self.steps.sources.seen and not program.accumulated  # as in nearly every step
         leaves = {} if known else {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
         accumulation = Accumulation(leaves, program.accumulated, self.steps.sources)
-        with self._eager.paused(), accumulation:
+        with self._eager.paused(), accumulation, program.running:
             args[first:] = planned.materialized(args[first:], program.undefined)
             results = program.backward(args)
         if undefined > program.undefined and planned.replaceable:
@@ -381,7 +384,7 @@ class Coordinator:
                 if program.in_pieces:
                     self.steps.note_compiled_again()
                     return None
-                return planned.program(program.undefined, program.accumulated, program.result.plan.order)
+                return planned.program(program.undefined, program.accumulated, order_of(program.result.plan))
             if program is not None:
                 break
         # This is another step, or a forward whose result will be dropped. The plan goes on after that forward.

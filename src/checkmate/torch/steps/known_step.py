@@ -115,6 +115,12 @@ class KnownStep:
         return sum(size for key, size in storages.items() if key not in cleared)
 
     @property
+    def given(self) -> list[torch.UntypedStorage]:
+        """Storages of its inputs that are alive."""
+        seen = (seen for run in self.recorder.runs for seen in run.given if seen is not None)
+        return [storage for each in seen if (storage := each.storage()) is not None]
+
+    @property
     def first(self) -> PlannedGraph:
         """The graph of the first of its runs."""
         return self.recorder.runs[0].planned

@@ -15,9 +15,10 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import current_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
 from checkmate.torch.measure.resident import beyond_room
+from checkmate.torch.partition.copies import RESIDENTS
 from checkmate.torch.steps.accumulation import GradientSources
 from checkmate.torch.steps.known_step import KnownPlan, KnownStep, OutlivingStorages
 from checkmate.torch.steps.program import PlannedGraph, StepAllotment, key_of
@@ -210,6 +211,7 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | {key: left.size_bytes for key, left in self._outliving.alive(record, gradients).items()}
+        known |= {storage_key(copy): current_bytes(copy) for copy in RESIDENTS.of(step.given)}
         inputs = step.resident_bytes
         if first.dynamic:  # the record has the most bytes that inputs can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
@@ -279,6 +281,7 @@ class KnownSteps:
         return KnownPlan(None, room.earlier)
 
     def _planned_as_one(self, step: KnownStep, room: StepRoom) -> KnownPlan:
+        RESIDENTS.forget(step.given)  # ops are measured in the room of the budget
         plan = plan_step(step.recorder, room, whole_ops=step.compiled_again)
         only_graph = len(step.recorder.runs) == 1
         _log.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,18 +15,21 @@ from torch import fx
 from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Fetch, Plan
 from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
+from checkmate.torch._compat.aot import BoxedRun, boxed, gradient_positions, is_tangent, saved_symbols
 from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import BATCH_NORM, random_op, trains_batch_norm, used_arguments, without_update
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
+from checkmate.torch.graph.traced import results
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.resident import within_room
+from checkmate.torch.partition.copies import BUFFERS
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.gradients import accumulating, without_tangents
 
@@ -46,6 +50,11 @@ class Program:
     num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
     forward: BoxedRun | None = None  # the forward, in AOTAutograd's boxed calling convention; None until it is compiled
     backward: BoxedRun | None = None
+
+    @property
+    def running(self) -> AbstractContextManager[None]:
+        """Context of a run of the forward or the backward."""
+        return nullcontext() if self.result.plan.host is None else BUFFERS.step()
 
 
 class Tangent(NamedTuple):
@@ -101,8 +110,9 @@ class PlannedGraph:
     replaceable: bool = True  # whether another program can take the place of the own one without compiling again
     num_symbols: int = 0  # how many symbolic sizes AOTAutograd takes over from the forward to the backward
     chunks: Chunks | None = None  # ops that may run piece by piece; None if none may
+    pin: Callable[[Capture, Plan], None] = lambda capture, plan: None  # pins the weights that a plan fetches
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
-    _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
+    _programs: dict[tuple[CapturedJoint, tuple[int | Fetch, ...]], Program] = field(default_factory=dict)
 
     @property
     def budget(self) -> Budget:
@@ -152,14 +162,19 @@ class PlannedGraph:
         return joint
 
     def program(
-        self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int], joint: CapturedJoint | None = None
+        self,
+        undefined: frozenset[int],
+        accumulated: frozenset[int],
+        order: Sequence[int | Fetch],
+        joint: CapturedJoint | None = None,
     ) -> Program:
         """The program of an order of the graph; compiled once."""
         joint = joint or self.captured(undefined, accumulated)
         key = joint, tuple(order)
         if key not in self._programs:
-            result = result_of_order(joint.capture.graph, order)
+            result = result_of_order(joint.capture.graph, order, self.options.host)
             forward, backward = joint.split(result)
+            self.pin(joint.capture, result.plan)
             self._programs[key] = Program(
                 result,
                 StepMemory.of(joint.capture.graph, result.plan),
@@ -208,6 +223,14 @@ class PlannedGraph:
             return False
         values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
+
+    @functools.cached_property
+    def gradients(self) -> list[int] | None:
+        """The position of each input's gradient among the results of the backward; None if they are those of the inputs."""
+        if self.joint is None:
+            return None
+        joint = self.joint.whole.joint
+        return gradient_positions(joint, len(results(joint)) - self.interface.num_outputs)
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from checkmate.torch.graph.host_weights import ON_HOST
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.run import Run, Seen, SeenStorage, StorageRefs, gradients_of, storage_refs
@@ -135,7 +136,9 @@ class StepRecorder:
             self._see(a, transient=transient, least_bytes=size) if isinstance(a, torch.Tensor) else None
             for a, size in zip(args, most, strict=True)
         )
-        leaves = [(k, a) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
+        gradients = planned.gradients or range(len(args))
+        each = zip(gradients, args, strict=True)
+        leaves = [(k, a) for k, a in each if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
         run = Run(planned, program, given, leaves=tuple((k, weakref.ref(a)) for k, a in leaves))
         run.tensors = () if transient or None in given else tuple(map(weakref.ref, args))
         run.inputs = _storages(args)
@@ -366,7 +369,7 @@ class StepRecorder:
         found = self._present.get(key)
         if found is None:
             storage = tensor.untyped_storage()
-            size = 0 if transient and key in transient else max(least_bytes, storage_bytes(tensor))
+            size = 0 if key in ON_HOST or (transient and key in transient) else max(least_bytes, storage_bytes(tensor))
             found = self._present[key] = SeenStorage(size, weakref.ref(storage), source)
             self.storages.append(found)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
@@ -431,7 +434,8 @@ class StepRecorder:
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
     """Bytes of the storage of each tensor, by its key."""
-    return {storage_key(v): storage_bytes(v) for v in values if isinstance(v, torch.Tensor)}
+    tensors = {storage_key(v): v for v in values if isinstance(v, torch.Tensor)}
+    return {key: 0 if key in ON_HOST else storage_bytes(v) for key, v in tensors.items()}
 
 
 def _without_segment(removed: int, at: int | None) -> int | None:

@@ -20,6 +20,7 @@ from itertools import pairwise
 import msgspec
 
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Fetch
 from checkmate.torch.joint.capture import CapturedGraph
 
 BETWEEN = "between"
@@ -71,24 +72,28 @@ class StepGraph:
     owners: tuple[tuple[int, int | None], ...]  # for each op its captured graph and its op there; or an interval and None
     segments: tuple[tuple[int, bool], ...]  # captured graph of each segment, and whether it is a backward
     boundaries: tuple[int, ...]  # of each captured graph, as an op of that graph
+    weights: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # values on the host: captured graph, value there
 
-    def within_segments(self, order: Sequence[int]) -> list[int]:
+    def within_segments(self, order: Sequence[int | Fetch]) -> list[int | Fetch]:
         """An order in which every computation runs in a segment of the captured graph that it belongs to.
 
         A solver may move a computation into a segment of another graph. No rule ties this computation to a place, since every
         value that is handed on is tied to an interval. A computation that comes early or between segments moves to the beginning
         of the next segment of its graph. A computation after the last segment, such as a view of a gradient, moves to the end of
-        that segment.
+        that segment. Weights that are on the device when the step begins are so before all segments.
         """
         spans = [[w for w, (owner, _) in enumerate(self.segments) if owner == p] for p in range(len(self.boundaries))]
         # Ops between a release and the op of its interval belong to the segment before.
         opens = {owner: o for o, (owner, local) in enumerate(self.owners) if local is None}
+        begun = {self.graph.producer[v] for v in self.weights}
         # Ops by segment: 0 eager code before it, 1 moved to its beginning, 2 in it, 3 moved to its end.
-        placed: dict[tuple[int, int], list[int]] = {}
+        placed: dict[tuple[int, int], list[int | Fetch]] = {}
         now = 0
         for o in order:
-            owner, local = self.owners[o]
-            if local is None:
+            owner, local = self._owner(o)
+            if o in begun:
+                at = -1, 0
+            elif local is None:
                 now = owner if o == opens[owner] else now
                 at = owner, 0
             elif now in spans[owner]:
@@ -100,13 +105,17 @@ class StepGraph:
             placed.setdefault(at, []).append(o)
         return [o for at in sorted(placed) for o in (placed[at] if at[1] in (0, 2) else dict.fromkeys(placed[at]))]
 
-    def cut(self, order: Sequence[int]) -> list[list[int]]:
+    def _owner(self, o: int | Fetch) -> tuple[int, int | None]:
+        """The captured graph of an op or a fetched value, and the op or value there; or an interval and None."""
+        return self.weights[o.value] if isinstance(o, Fetch) else self.owners[o]
+
+    def cut(self, order: Sequence[int | Fetch]) -> list[list[int | Fetch]]:
         """The order of each captured graph, its boundary included, from an order of `within_segments`."""
-        found: list[list[int]] = [[] for _ in self.boundaries]
+        found: list[list[int | Fetch]] = [[] for _ in self.boundaries]
         for o in order:
-            owner, local = self.owners[o]
+            owner, local = self._owner(o)
             if local is not None:
-                found[owner].append(local)
+                found[owner].append(Fetch(local) if isinstance(o, Fetch) else local)
             elif owner < len(self.segments):
                 opened, backward = self.segments[owner]
                 if backward and (not found[opened] or found[opened][-1] != self.boundaries[opened]):
@@ -162,12 +171,17 @@ class _Stitcher:
     def stitch(self) -> StepGraph:
         step = self.step
         once = self._handed_out()
+        for graph in self.graphs:
+            for v, value in enumerate(graph.captured.graph.values):
+                if value.on_host:
+                    self._emit(graph, graph.captured.graph.producer[v], once)
         for w, segment in enumerate(step.segments):
             graph = self.graphs[segment.captured]
             self._interval(w)
             boundary, count = graph.captured.boundary, len(graph.captured.graph.ops)
             for o in range(boundary + 1, count) if segment.backward else range(boundary):
-                self._emit(graph, o, once)
+                if o not in graph.ops:
+                    self._emit(graph, o, once)
             self._hold_results(w)
         self._interval(len(step.segments))
         self.order += pairwise(self.between.values())
@@ -185,6 +199,7 @@ class _Stitcher:
             owners=tuple(self.owners),
             segments=tuple((segment.captured, segment.backward) for segment in step.segments),
             boundaries=tuple(captured.boundary for captured in step.graphs),
+            weights={v: (g.index, local) for g in self.graphs for local, v in g.values.items() if self.values[v].on_host},
         )
 
     def _handed_out(self) -> set[tuple[int, int]]:
@@ -203,8 +218,10 @@ class _Stitcher:
         base = self.values[value].base
         return value if base is None else base
 
-    def _add_value(self, name: str, size_bytes: int, base: int | None = None, *, kept: bool = False) -> int:
-        self.values.append(Value(name, 0 if base is not None else size_bytes, base=base, kept=kept))
+    def _add_value(
+        self, name: str, size_bytes: int, base: int | None = None, *, kept: bool = False, on_host: bool = False
+    ) -> int:
+        self.values.append(Value(name, 0 if base is not None else size_bytes, base=base, kept=kept, on_host=on_host))
         return len(self.values) - 1
 
     def _interval(self, w: int) -> None:
@@ -283,7 +300,7 @@ class _Stitcher:
             base = None if local.base is None else self._root(mine[local.base])
             if base is None and captured.views.get(v) in graph.handed:
                 base = self._root(graph.handed[captured.views[v]])
-            mine[v] = self._add_value(f"{graph.index}.{local.name}", local.size_bytes, base)
+            mine[v] = self._add_value(f"{graph.index}.{local.name}", local.size_bytes, base, on_host=local.on_host)
         single = any((graph.index, v) in once for v in op.outputs if captured.graph.values[v].base is None)
         graph.ops[o] = len(self.ops)
         self.ops.append(
@@ -324,13 +341,14 @@ class _Stitcher:
         closing, opening = graph.ops | {captured.boundary: closes}, graph.ops | {captured.boundary: opens}
         self.order += [(opening[a], closing[b]) for a, b in captured.graph.order]
         overwritten = self._readers_of_overwritten(captured, forward, backward)
-        free = set[int]()  # values that views make of inputs of the graph alone
+        # Values that are there before the segment: weights, and views of inputs of the graph alone.
+        free = {v for v, value in enumerate(captured.graph.values) if value.on_host}
         for o, here in graph.ops.items():
             op = captured.graph.ops[o]
             later = {closing[c] for c in op.clobbered_by}
             if o < captured.boundary:
                 # An op that reads neither another op nor an earlier segment could run at any time before.
-                if free.issuperset(op.inputs):
+                if free.issuperset(op.inputs) and free.isdisjoint(op.outputs):
                     if not any(captured.graph.values[v].size_bytes for v in op.outputs):
                         free.update(op.outputs)
                     elif start is not None:

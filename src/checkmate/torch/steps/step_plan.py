@@ -10,11 +10,12 @@ from torch import fx
 
 from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Fetch
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.options import PlanningOptions
-from checkmate.frontend.planner import planner_for, result_of_order
+from checkmate.frontend.planner import order_of, planner_for, result_of_order
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks
 from checkmate.torch.distributed.consensus import plan_on_rank0
@@ -130,7 +131,7 @@ class _StepPlanner:
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
             first.options.counted.prepare(step.graph, result)
-        orders = step.stitched.cut(result.plan.order)
+        orders = step.stitched.cut(order_of(result.plan))
         with within_room(room_bytes):
             programs = {
                 run: run.planned.program(run.undefined, added, order, joint)
@@ -176,9 +177,13 @@ class _StepPlanner:
 
 def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
     """The plan of a smaller batch of a step that was planned; None if there is none."""
-    if options.plan is not None:
+    if options.plan is not None or options.host is not None:
         return None
-    return plan_of_larger(options.budget, step.graph, options.counted, step.stitched.within_segments)
+
+    def moved(order: Sequence[int]) -> list[int]:
+        return [o for o in step.stitched.within_segments(order) if not isinstance(o, Fetch)]
+
+    return plan_of_larger(options.budget, step.graph, options.counted, moved)
 
 
 def _plan(options: PlanningOptions, step: _CapturedStep) -> Result:
@@ -188,7 +193,7 @@ def _plan(options: PlanningOptions, step: _CapturedStep) -> Result:
     limit = resolved_budget(options.budget, graph, options.counted)
     result = planner_for(replace(options, budget=options.budget.with_total(limit)))(graph)
     # In the steps that were tried only views were moved.
-    moved = result_of_order(graph, step.stitched.within_segments(result.plan.order))
+    moved = result_of_order(graph, step.stitched.within_segments(order_of(result.plan)), options.host)
     taken = counted_bytes(graph, moved, options.counted)
     if taken > limit:
         raise PlanNotFoundError(

@@ -78,7 +78,10 @@ def _add_times(cut: CutBuilder, host: HostMemory, least_ns: int) -> None:
     _add_host(cut, values, fetched, host)
     copy_in = np.array([host.in_ns(int(s)) for s in size]) / m.total
     there = np.array([x.on_host for x in m.problem.graph.values])
-    copy_out = np.array([0 if there[v] else host.out_ns(int(m.size[v])) for v in values]) / m.total
+    out = host.out_bytes_per_s > 0
+    copy_out = np.array([host.out_ns(int(m.size[v])) if out and not there[v] else 0 for v in values]) / m.total
+    stays = fetched[~there[values]] if not out else fetched[:0]
+    builder.add_row(stays, np.ones(len(stays)), high=0.0)
     for k in _some(np.flatnonzero(below)[:-1]):
         upto, behind = m.sides(k)
         readers = upto & below
