@@ -105,3 +105,32 @@ def test_the_graph_is_the_same_under_two_hash_seeds() -> None:
     code = "import json, torch; torch.set_num_threads(1); from tests.torch.test_peaks import digests"
     first, second = (child(f"{code}; print(json.dumps(digests()))", PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert first == second == digests()
+
+
+class Attribute(torch.autograd.Function):
+    """Keeps a tensor for its backward as an attribute, not by ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.slope = x.sin().exp()
+        return x.sin() * ctx.slope
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.slope
+
+
+def test_tensors_that_a_function_keeps_as_attributes_are_freed() -> None:
+    """AOTAutograd itself holds them until the backward is over."""
+    x = torch.randn(1 << 12, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        y = x.repeat(8).sin().view(8, -1).sum(0)  # the peak is in its backward, after those of the functions
+        for _ in range(6):
+            y = Attribute.apply(y)
+        return y.sum()
+
+    run, planned = compiled(loss)
+    run().backward()
+    x.grad = None
+    assert close(measure_peak(lambda: run().backward()), planned_bytes(planned))

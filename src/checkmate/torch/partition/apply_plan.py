@@ -48,7 +48,9 @@ from checkmate.torch.graph.traced import producer
 from checkmate.torch.joint.capture import Capture, Member
 from checkmate.torch.partition import copies
 
-_RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
+_DROPPED_TAGS = ("recompute", "ac_graph_id", "has_backward_hook", "saved_tensor_with_no_vc_check")
+"""Metadata of other partitioners. AOTAutograd holds a tensor with the last one, an attribute of the context of a
+`torch.autograd.Function`, until the backward is over."""
 
 
 def apply_plan(capture: Capture, plan: Plan) -> fx.GraphModule:
@@ -236,7 +238,7 @@ class _Writer:
         A random or mutating op must stay on its side: the partitioner takes it for impure and would copy it, unread, to the other
         side, with all that it reads. Attention kernels are tagged as random even without dropout.
         """
-        for tag in _RECOMPUTE_TAGS:
+        for tag in _DROPPED_TAGS:
             emitted.meta.pop(tag, None)
         if self.capture.graph.boundary is None:
             emitted.meta.pop("partitioner_tag", None)
