@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
@@ -142,7 +143,8 @@ def test_the_peak_is_the_devices(cuda: Device) -> None:
 
 def test_what_else_is_allocated_counts(cuda: Device) -> None:
     """All of the budget is on the device, whoever allocated it; what the graph shows is not counted twice."""
-    parameter = torch.ones(128, requires_grad=True)
+    with FakeTensorMode():
+        parameter = torch.ones(128, device="cuda:0", requires_grad=True)
     cuda.alloc(512)  # the parameter
     cuda.alloc(4096)
     assert Coordinator().outside_bytes([parameter], torch.device("cuda")) == 4096

@@ -206,7 +206,7 @@ def test_a_budget_below_the_weights_is_kept(part: float) -> None:
     step = step_of(model, budget=budget, host="1GiB", time_limit_s=2)
     assert any(isinstance(s, Fetch) for s in step.plan.steps)
     assert all_equal(reference, trained(model, step))
-    held = sum(copy.nbytes for copy in RESIDENTS.of(model.parameters()))
     planned = simulate(step.graph, step.plan).peak_bytes
     assert planned <= budget
-    assert checkmate.torch.measure_peak(lambda: step(X, Y)) + held <= planned - step.graph.resident_bytes
+    RESIDENTS.forget(model.parameters())  # the profiler does not see frees of what was there before: the step copies them anew
+    assert checkmate.torch.measure_peak(lambda: step(X, Y)) <= planned - step.graph.resident_bytes
