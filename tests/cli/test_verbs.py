@@ -188,6 +188,19 @@ def test_largest_batch_takes_the_bus_of_a_device(run):
     assert run(*asked, "--host", "8GiB").code == 2
 
 
+def test_smallest_budget_with_weights_on_the_host(run):
+    """It is smaller, its plan is right, and the command that it names plans within it."""
+    checkmate.write(weighted(4, weight=2**30), "weighted.graph.json")
+    asked = ("min-budget", "weighted.graph.json", "--time-limit", "2", "--json")
+    alone = run(*asked).json["smallest_bytes"]
+    said = run(*asked, "--host", "8GiB", "--device", "H100").json
+    assert said["smallest_bytes"] < alone
+    assert run("verify", "weighted.graph.json", said["plan"], "--budget", str(said["smallest_bytes"])).code == 0
+    hint = run(*asked[:-1], "--host", "8GiB", "--device", "H100").err
+    assert "--host 8GiB --device H100" in hint
+    assert run(*asked, "--host", "8GiB").code == 2
+
+
 def test_explanation_adds_up_to_the_peak(run):
     """Everything in JSON, and its bytes are the peak that verify finds."""
     checkmate.write(plan(AGAIN), "p.json")

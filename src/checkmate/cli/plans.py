@@ -204,6 +204,7 @@ def min_budget(
     time_limit: float = 20.0,
     seed: int = 0,
     reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
+    copies: Copies = Copies(),
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
@@ -214,6 +215,7 @@ def min_budget(
         time_limit: Time limit in seconds of wall time.
         seed: Seed of all randomness.
         reorder: Whether a plan can change the order of the graph.
+        copies: The host that values are copied to.
         out: Plan file to write; by default the name comes from the graph.
         json: Print one JSON object on stdout.
     """
@@ -222,10 +224,12 @@ def min_budget(
     outputs = files.Outputs(graph)
     outputs.check(where)
     with terminal.drawn("looking for the smallest peak"):
-        found = smallest_budget(amounts.graph, limits=Limits(time_s=time_limit, seed=seed), reorder=reorder)
+        limits = Limits(time_s=time_limit, seed=seed)
+        found = smallest_budget(amounts.graph, limits=limits, reorder=reorder, host=copies.memory())
     outputs.save((found.plan, where))
     unproven = "the smallest possible peak lies between the floor and this one"
-    cheapest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes))
+    host = () if copies.host is None else ("--host", copies.host, "--device", copies.device)
+    cheapest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes), *host)
     hint = f"find the cheapest plan within it with {cheapest}"
     return terminal.VerbOutput(
         data={
