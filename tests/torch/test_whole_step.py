@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "adafactor": torch.optim.Adafactor,
-    "own": lambda p: Own([{"params": (rest := [*p])[::2]}, {"params": rest[1::2], "lr": 0.01}]),
+    "own": lambda p: Own([{"params": (rest := [*p])[::2]}, {"params": rest[1::2], "lr": 0.01}, {"params": []}]),
 }
 
 

@@ -205,10 +205,11 @@ def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
     """
     if _is_of_torch(optimizer):
         return hasattr(optimizer, "_init_group")
-    options = [repr([type(optimizer), *((k, v) for k, v in g.items() if k not in _NOT_COST)]) for g in optimizer.param_groups]
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    options = [repr([type(optimizer), *((k, v) for k, v in g.items() if k not in _NOT_COST)]) for g in groups]
     if _TRIED.get(optimizer, ([], False))[0] != options:
         with no_modes(), torch.enable_grad():
-            _TRIED[optimizer] = options, all(_updates_separately(optimizer, group) for group in optimizer.param_groups)
+            _TRIED[optimizer] = options, all(_updates_separately(optimizer, group) for group in groups)
     return _TRIED[optimizer][1]
 
 
@@ -222,7 +223,7 @@ def _updates_separately(optimizer: optim.Optimizer, group: dict[str, Any]) -> bo
     random = torch.Generator().manual_seed(0)
 
     def like(p: torch.Tensor) -> torch.Tensor:
-        made = torch.randn([min(n, 64) for n in p.shape], generator=random)
+        made = torch.randn([min(n, 64) for n in p.shape], generator=random, device="cpu")
         return made.to("cpu" if p.is_meta else p.device, p.dtype)
 
     values, gradients = [like(first), like(last)], [[like(first), like(last)] for _ in range(3)]
