@@ -40,7 +40,7 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._fences, self.saved = self._fences_and_saved(self._fenced())
+        self._fences, self.saved, self._last_read = self._lives(self._fenced())
         self._again = self._computed_again() if self.selects else {}
         # XLA would make constants that are stored, and each copy of them, when the program begins.
         stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
@@ -150,8 +150,8 @@ class PlannedProgram:
             furthest, late_before = max(furthest, op), late
         return found
 
-    def _fences_and_saved(self, fenced: set[int]) -> tuple[dict[int, list[int]], list[int]]:
-        """The values behind the fence before each fenced computation, and the values that the backward is given.
+    def _lives(self, fenced: set[int]) -> tuple[dict[int, list[int]], list[int], dict[int, set[int]]]:
+        """The values behind the fence before each fenced computation; that the backward is given; and that no op reads any more.
 
         A fence covers live values that are read before the next fence, to put their readers after it, and values made since
         the previous fence, to put their computation before it. Other live values passed an earlier fence and will pass a later
@@ -164,10 +164,10 @@ class PlannedProgram:
         read, live_at_next, next_fence = set[int](), set[int](), set[int]()
         found: dict[int, set[int]] = {}
         saved: list[int] = []
-        self._last_read: dict[int, set[int]] = {}  # by position: values that are no longer needed after it
+        last_read: dict[int, set[int]] = {}  # by position: values that are no longer needed after it
         for p in range(len(self.order) - 1, -1, -1):
             inputs, outputs = capture.inputs[self.order[p]], capture.outputs[self.order[p]]
-            self._last_read[p] = {*inputs, *outputs}.difference(live, saved)
+            last_read[p] = {*inputs, *outputs}.difference(live, saved)
             next_fence.update(live_at_next.intersection(outputs))
             live.difference_update(outputs)
             read.difference_update(outputs)
@@ -182,7 +182,7 @@ class PlannedProgram:
         # A loop would copy arguments; computations that read nothing else read a value behind a select.
         uncovered = given if self.selects else set(capture.trace.constants)
         fences = {p: sorted(values - uncovered) for p, values in found.items()}
-        return {p: fence for p, fence in fences.items() if fence}, saved
+        return {p: fence for p, fence in fences.items() if fence}, saved, last_read
 
 
 def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int], *, opaque: bool = False) -> dict[int, Any]:

@@ -7,6 +7,7 @@ graphs, while Dynamo compiles (from fake tensors), and elsewhere tell which ops 
 
 from __future__ import annotations
 
+import functools
 import gc
 import linecache
 import logging
@@ -127,6 +128,13 @@ class CompiledCalls:
         self._told: set[Place] = set()
         self._functions: dict[str, tuple[str, str, int]] = {}  # name, file and line by the number of the frame
 
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device that fetches frozen weights from the host; the CPU without a host."""
+        if self.options.host is None:
+            return torch.device("cpu")
+        return torch.empty(0, device=self.options.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+
     def __call__(self) -> Call:
         """The context of one call."""
         return Call(self)
@@ -205,7 +213,7 @@ class Call:
                     coordinator().begin_call(self._calls, self._calls.budget)
                 watch_compilations(_compile_began, _compile_ended)
                 contexts.enter_context(RecurrentLayersOutside())
-                contexts.enter_context(traced_on_device(self._calls.options))
+                contexts.enter_context(traced_on_device(self._calls.device))
                 self._evaluates = not torch.is_grad_enabled()
                 # A loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, with none
                 # left for training: calls without gradients are compiled for three shapes.

@@ -126,7 +126,7 @@ class GraphPlanner:
         planner = planner_for(self.options) if given is None else GivenPlan(given, self.options.budget, copies=True)
         result = planner(graph)
         if not self._hooks.whole:
-            order_of(result.plan)
+            order_of(result.plan)  # raises if a given plan copies values to the host
         return result
 
     def _refuse_ranks(self) -> None:

@@ -22,7 +22,6 @@ from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import detect_fake_mode, traced_on, traced_parts
 from checkmate.torch.graph.op_properties import op_properties
 from checkmate.torch.graph.storages import storage_key, unique_bytes
-from checkmate.torch.options import Options
 
 _log = logging.getLogger("checkmate.torch")
 _library = torch.library.Library("checkmate", "FRAGMENT")
@@ -41,10 +40,8 @@ def is_frozen(tensor: object) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and tensor.device.type == "cpu"
 
 
-def traced_on_device(options: Options) -> AbstractContextManager[None]:
-    """Context in which frozen weights on the host have fake tensors on the device of a plain loop, whose ops read them there."""
-    named = options.device or ("cuda" if options.host is not None and torch.cuda.is_available() else "cpu")
-    device = torch.empty(0, device=named).device if options.host is not None else torch.device("cpu")
+def traced_on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Context in which frozen weights on the host have fake tensors on the device of a step, whose ops read them there."""
     return nullcontext() if device.type == "cpu" else traced_on(device, is_frozen)
 
 

@@ -16,9 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
-from checkmate.torch._compat.dispatch import traced_on
 from checkmate.torch._compat.distributed import DistributedDataParallel, uses_fsdp
-from checkmate.torch.graph.host_weights import is_frozen
+from checkmate.torch.graph.host_weights import traced_on_device
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.arguments import Example, Loss, validate_arguments
@@ -225,8 +224,7 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
             if self.clip_norm is not None:
                 _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-            apart = self.on_host and self.device.type != "cpu"
-            traced = functools.partial(traced_on, self.device, is_frozen) if apart else nullcontext
+            traced = functools.partial(traced_on_device, self.device) if self.on_host else nullcontext
             return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True, traced=traced)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
