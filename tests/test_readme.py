@@ -91,8 +91,12 @@ def test_a_block_of_python_runs(text):
 
 
 def test_the_lines_of_jax_keep_a_budget_on_a_cpu():
-    """In `jax.jit` without options, with a share in place of a budget that this small network would always keep."""
+    """In `jax.jit` without options, with a share in place of a budget that this small network would always keep.
+
+    Another part of the process has asked for the options.
+    """
     jax = pytest.importorskip("jax")
+    pytest.importorskip("checkmate.jax").compiler_options()
 
     def loss_fn(weights, x):
         for w in weights:

@@ -183,7 +183,7 @@ def test_constant_arguments_may_change():
 
 
 def test_settings_of_jax_may_change():
-    """Types, precision, and the options that a program is compiled with."""
+    """Types and precision."""
     weights, x = mlp(layers=2)
     planned = remat(mlp_loss, budget="100%")
     gradient = jax.grad(planned)
@@ -202,13 +202,6 @@ def test_settings_of_jax_may_change():
             kinds.append({e.outvars[0].aval.dtype.name for e in jax.make_jaxpr(jax.grad(wide))(x).eqns if e.outvars})
     assert "float64" in kinds[1]
     assert "float64" not in kinds[0] | kinds[2]
-    weights, x = mlp()
-    asked = remat(mlp_loss)
-    loops = []
-    for _ in range(2):
-        loops.append("while" in str(jax.make_jaxpr(jax.grad(asked))(weights, x)))
-        cj.compiler_options()
-    assert loops == [bool(cj.compiler_options()), False]
 
 
 def test_another_mesh_is_another_plan():

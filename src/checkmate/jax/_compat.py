@@ -105,22 +105,18 @@ def traced_as(eqn: Any) -> Iterator[None]:
         yield
 
 
-ASKED: set[str] = set()
-"""Backends whose options the user has asked for, and passes to `jax.jit`."""
-
 BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """Option for compilers that remove barriers too early, before the last pass that merges computations: jaxlib 0.10 on CPUs."""
 
 
 def merges_recomputations() -> bool:
-    """Whether XLA merges computations behind a barrier as the user compiles: without the options."""
-    backend = jax.default_backend()
-    return backend not in ASKED and removes_barriers(backend)
+    """Whether XLA for the default device merges computations behind a barrier unless an option forbids it."""
+    return removes_barriers(jax.default_backend())
 
 
 def barrier_options() -> dict[str, Any]:
     """The options that keep barriers on the default device, if it needs any."""
-    return dict(BARRIERS_TO_THE_END) if removes_barriers(jax.default_backend()) else {}
+    return dict(BARRIERS_TO_THE_END) if merges_recomputations() else {}
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import ASKED, as_varying, barrier_options, merges_recomputations, varying_axes
+from checkmate.jax._compat import as_varying, barrier_options, merges_recomputations, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -46,7 +46,7 @@ _LOOPS = "+loops="
 """In the digest of a plan, before the bytes that loops save for their derivatives."""
 
 _told: set[str] = set()
-"""Backends about which the user was warned."""
+"""Backends about which the user was warned, or asked for the options."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +158,6 @@ class Compilation:
         program = "\n".join(signature(chain) for chain in self.capture.members if chain)
         graph, exact = self.capture.graph.digest, " exact" * self.exact
         settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact} {self.axes or ''}"
-        settings += " selects" * merges_recomputations()
         return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()
 
     @functools.cached_property
@@ -176,8 +175,7 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        options = {} if program.selects else None
-        compiled = functools.partial(temp_bytes, donated=self.donated, options=options)
+        compiled = functools.partial(temp_bytes, donated=self.donated, options=barrier_options() if self.exact else {})
         if not self.axes:
             return compiled(*as_called(program, self.capture.trace, self.capture.boundary))
         # A separate thread is outside of the transformations around this call, which have these axes already.
@@ -401,7 +399,7 @@ def compiler_options() -> dict[str, str]:
 
     Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
     for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing. Plans that are
-    not exact need no options. From this call on, plans are for programs compiled with the options.
+    not exact need no options.
 
     Returns:
         Options to pass as ``jax.jit(step, compiler_options=...)``.
@@ -410,7 +408,7 @@ def compiler_options() -> dict[str, str]:
         >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
         True
     """
-    ASKED.add(jax.default_backend())
+    _told.add(jax.default_backend())
     return barrier_options()
 
 

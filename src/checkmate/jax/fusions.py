@@ -12,7 +12,6 @@ import jax
 
 from checkmate.cost.store import Store
 from checkmate.frontend import progress
-from checkmate.jax._compat import barrier_options, merges_recomputations
 from checkmate.jax.graph.capture import Fusions, collectives_of
 from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
 from checkmate.jax.profiler import known_or_made, quickly, signature
@@ -29,15 +28,14 @@ def fusions_of(trace: Trace, boundary: Boundary | None = None) -> Fusions | None
     if collectives_of(equations) or any(eqn.primitive.name == "scan" for eqn in equations):
         return None
     store = Store("fusions", Fusions, "programs are compiled in every process to read what XLA stores")
-    options = quickly() | ({} if merges_recomputations() else barrier_options())
-    program = f"{signature(trace.equations)} {trace.results} {options}"
+    program = f"{signature(trace.equations)} {trace.results}"
     try:
-        return known_or_made(store, program, lambda: _compiled(trace, boundary, options))
+        return known_or_made(store, program, lambda: _compiled(trace, boundary))
     except jax.errors.JaxRuntimeError:  # it has parts for other devices
         return None
 
 
-def _compiled(trace: Trace, boundary: Boundary | None, options: dict[str, Any]) -> Fusions:
+def _compiled(trace: Trace, boundary: Boundary | None) -> Fusions:
     def run(arguments: Sequence[Any]) -> list[Any]:
         values = dict(zip(trace.arguments, arguments, strict=True)) | dict(trace.constants)
         for position, equation in enumerate(trace.equations):
@@ -47,7 +45,7 @@ def _compiled(trace: Trace, boundary: Boundary | None, options: dict[str, Any]) 
 
     function, specs = as_called(run, trace, boundary)
     with progress.shown("compiling the program"):
-        compiled: Any = jax.jit(function).lower(*specs).compile(compiler_options=options)
+        compiled: Any = jax.jit(function).lower(*specs).compile(compiler_options=quickly())
     return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes))
 
 

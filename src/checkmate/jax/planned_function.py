@@ -16,7 +16,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
-from checkmate.jax._compat import as_function, is_tracer, merges_recomputations, opened, trace_settings
+from checkmate.jax._compat import as_function, is_tracer, opened, trace_settings
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
@@ -111,7 +111,7 @@ class PlannedFunction(Figures):
         some = forms if self._planned else forms[:1]  # a first call under `jax.jit` has no second
         keys = (fingerprint(form(), differentiated=form is not forms[0]) for form in some)
         content = next(filter(None, keys), None)
-        key = content and (content, wanted, trace_settings(), merges_recomputations())
+        key = content and (content, wanted, trace_settings())
         found = self._programs.get(key) or self._planned_anew(pure, values, wanted)
         self._planned, program = found
         if key is not None and not any(map(is_tracer, program.capture.trace.constants.values())):
