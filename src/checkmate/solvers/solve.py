@@ -201,6 +201,7 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
     at_least = problem.budget.at_least(smallest.peak_bytes, problem.graph)
     hint = f"{unit_question(problem.budget, problem.budget_bytes, smallest.peak_bytes)}raise the budget to at least {at_least}"
+    hint += "" if problem.host is None else f" or the host's bytes, {format_bytes(problem.host.bytes)} now"
     hint += (
         ", lower the batch size, or give the search more time"
         if failure.termination.limit == "time"

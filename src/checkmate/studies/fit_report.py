@@ -76,10 +76,12 @@ class Fits:
         shown = format_bytes
         context = shown(self.device.context_bytes)
         taken = f"{shown(self.memory_bytes)} less {context} of context and {shown(self.headroom_bytes)} of headroom"
+        there = sum(value.size_bytes for value in self.graph.values if value.on_host)
+        frozen = f" of which {shown(there)} can stay on the host," if there else ","
         rows = [
             ("device", f"{self.device.name}, {self.device.about}"),
             ("available", f"{shown(self.available_bytes)}: {taken}"),
-            ("resident", f"{shown(self.graph.resident_bytes)}: parameters {shown(self.parameter_bytes)}, "
+            ("resident", f"{shown(self.graph.resident_bytes)}: parameters {shown(self.parameter_bytes)}{frozen} "
              f"optimizer state {shown(self.state_bytes)}"),
             ("keep-all", shown(self.keep_all_bytes)),
             ("smallest", f"{shown(self.smallest_bytes)} found"),

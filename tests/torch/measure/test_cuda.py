@@ -141,10 +141,11 @@ def test_the_peak_is_the_devices(cuda: Device) -> None:
     assert measure_peak(work) == 2 * GRANULE
 
 
-def test_what_else_is_allocated_counts(cuda: Device) -> None:
+def test_what_else_is_allocated_counts(request: pytest.FixtureRequest) -> None:
     """All of the budget is on the device, whoever allocated it; what the graph shows is not counted twice."""
-    with FakeTensorMode():
+    with FakeTensorMode():  # made first: once a device seems to be there, a build of PyTorch for CUDA asks its driver
         parameter = torch.ones(128, device="cuda:0", requires_grad=True)
+    cuda: Device = request.getfixturevalue("cuda")
     cuda.alloc(512)  # the parameter
     cuda.alloc(4096)
     assert Coordinator().outside_bytes([parameter], torch.device("cuda")) == 4096
