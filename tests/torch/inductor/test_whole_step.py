@@ -203,16 +203,17 @@ def test_clipped_and_in_micro_batches(options: dict[str, Any]) -> None:
     eager = torch.optim.AdamW(other.parameters(), 1e-2)
     step = whole(model, optimizer, x, y, **options)
     reference = left_by(lambda: step(x, y), model, optimizer)
-    everything, resident = peak_above_resident(step, x, y), step.graph.resident_bytes
+    everything = peak_above_resident(step, x, y)
+    resident = step.graph.resident_bytes + sum(t.nbytes for t in states(optimizer))  # which it was compiled without
     for _ in range(3):
         eagerly(other, eager, x, y, options.get("clip_norm"))
     for mine, theirs in zip(reference[6:], [*other.state_dict().values(), *states(eager)], strict=False):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
     model, x, y = small()
     optimizer = torch.optim.AdamW(without_dropout(model).parameters(), 1e-2)
-    step = whole(model, optimizer, x, y, budget=resident + int(0.9 * everything), **options)
+    step = whole(model, optimizer, x, y, budget=resident + int(0.95 * everything), **options)
     assert same(left_by(lambda: step(x, y), model, optimizer), reference)
-    assert peak_above_resident(step, x, y) <= 0.9 * everything
+    assert peak_above_resident(step, x, y) <= 0.95 * everything
 
 
 @pytest.mark.parametrize(
