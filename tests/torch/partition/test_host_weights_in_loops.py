@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -365,6 +366,24 @@ def test_a_trainer_keeps_the_budget_and_its_losses(peft: bool, checkpointing: bo
     assert result is not None and peak.measured_bytes is not None
     assert fetches() > 2
     assert peak.measured_bytes <= result.budget_bytes
+
+
+def test_a_trainer_leaves_frozen_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate moves a model to the device, and the callback what is trained; tensors without memory stand for those there."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    pytest.importorskip("transformers", reason="needs transformers")
+    from checkmate.torch.integrations import BudgetCallback
+
+    meta = torch.device("meta")
+    monkeypatch.setattr(accelerate.Accelerator, "device", meta)
+    for host, expected in (("1GiB", {"cpu"}), (None, {"meta"})):
+        model, callback = Adapter(nn.Linear(4, 4).requires_grad_(False)), BudgetCallback("1MiB", host=host)
+        arguments = types.SimpleNamespace(device=meta)
+        callback.on_init_end(arguments, None, None, model=model)
+        assert accelerate.Accelerator().prepare_model(model) is model
+        callback.on_train_begin(arguments, None, None, model=model)
+        assert {p.device.type for p in model.parameters() if p.requires_grad} == {"meta"}
+        assert {p.device.type for p in model.parameters() if not p.requires_grad} == expected
 
 
 @pytest.mark.slow

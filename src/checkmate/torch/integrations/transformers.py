@@ -13,7 +13,7 @@ from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.graph.host_weights import ON_HOST
+from checkmate.torch.graph.host_weights import ON_HOST, is_frozen
 from checkmate.torch.graph.storages import leaves, storage_key, unique_bytes
 from checkmate.torch.partition.copies import RESIDENTS
 from checkmate.torch.steps.coordinator import coordinator
@@ -38,7 +38,8 @@ class BudgetCallback(TrainerCallback):
     Args:
         budget: Memory for a training step, optimizer state included: ``"8GiB"``, a number of bytes, or a share (``"70%"``). None:
             the budget of the environment variable ``CHECKMATE_BUDGET``; without it everything is kept.
-        **options: Further options of the backend, for example ``time_limit_s``.
+        **options: Further options of the backend, for example ``time_limit_s``. With ``host``, give the Trainer
+            ``TrainingArguments(place_model_on_device=False)``: frozen weights then stay on the host.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BudgetCallback("8GiB")])  # doctest: +SKIP
@@ -46,10 +47,21 @@ class BudgetCallback(TrainerCallback):
 
     def __init__(self, budget: Amount | None = None, **options: Any) -> None:
         self.options = {"budget": budget_of_environment() if budget is None else budget, **options}
+        self._in_place = False  # whether the frozen weights stay on the host
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """With a host, leave frozen weights there: Accelerate and the Trainer do not move a model with parts on devices."""
+        model = kwargs["model"]
+        self._in_place = self.options.get("host") is not None and any(map(is_frozen, model.parameters()))
+        if self._in_place and args.device.type != "cpu":
+            model.hf_device_map = dict.fromkeys(("trained", "frozen"), args.device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model in place; the Trainer has already created its optimizer, whose state counts."""
-        kwargs["model"].compile(backend="checkmate", options=self.options)
+        model = kwargs["model"]
+        if self._in_place:
+            model._apply(lambda tensor: tensor if is_frozen(tensor) else tensor.to(args.device))
+        model.compile(backend="checkmate", options=self.options)
 
 
 class PeakCallback(TrainerCallback):
