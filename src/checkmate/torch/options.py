@@ -45,7 +45,7 @@ class GraphOptions(TypedDict, total=False):
             optimizer no gradient is left. Clipping needs every gradient before it can use the first one: all of them exist at
             once, in a whole step too.
         autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
-            parameters keep their type. Float16 needs a scaled loss and is therefore refused together with an optimizer.
+            parameters keep their type. Float16 needs a ``scaler`` if there is an optimizer.
         outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of
             the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``. For
             the backend: whether the caller holds the outputs of the model to the end of the backward.
@@ -92,6 +92,9 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
             them again; the rates of the bus are measured. Frozen parameters (``requires_grad=False``) that are on the CPU are
             fetched from there before each use, as packed if they are quantized, or are on the device all the time if they fit.
             Only with ``compiler="eager"``; without a whole step nothing but frozen weights. All ops then run whole.
+        scaler: A `torch.amp.GradScaler`. The step scales the loss, skips its updates if a gradient overflows, and calls
+            ``scaler.update()``, to the bit as a plain loop. All gradients exist at once, as with ``clip_norm``. Without an
+            optimizer they stay scaled in ``.grad``.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``; ``"reduce-overhead"`` is for whole steps of
@@ -109,6 +112,7 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
     costs: CostSource
     chunking: Chunking
     host: Amount | None
+    scaler: torch.amp.GradScaler | None
     dynamic: bool
     mode: Mode
     inductor_options: Mapping[str, Any] | None

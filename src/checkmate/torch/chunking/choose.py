@@ -32,7 +32,7 @@ from checkmate.torch.chunking.region_groups import Chunks, RegionGroup, region_g
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.traced import copy_graph
 from checkmate.torch.measure.resident import beyond_room
-from checkmate.torch.passes.losses import make_ones_without_input, pick_before_reducing
+from checkmate.torch.passes.losses import fill_without_input, pick_before_reducing
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -68,7 +68,7 @@ def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
     """A copy of a joint module in which losses can be cut."""
     graph = copy_graph(joint.graph)
     pick_before_reducing(graph)
-    make_ones_without_input(graph)
+    fill_without_input(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
 

@@ -18,7 +18,7 @@ from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.provenance import common_place, place_of
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.graph.traced import inputs, outputs, own_bytes, producer, size_bytes, tensor
+from checkmate.torch.graph.traced import held_bytes, inputs, outputs, producer, size_bytes, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _largest_around(region: Region) -> int:
     # The seed itself may be returned to the caller, as logits are: tensors made of it are then large, and those around are not.
     own = storage_key(tensor(region.seed))
     cut = [value for value in read | kept_outside(region) if value in region.splits and storage_key(tensor(value)) != own]
-    return max((own_bytes(value) if makes_views(producer(value)) else size_bytes(value) for value in cut), default=1)
+    return max((held_bytes(value) if makes_views(producer(value)) else size_bytes(value) for value in cut), default=1)
 
 
 def _saved_bytes(region: Region) -> int:

@@ -82,7 +82,7 @@ class GraphPlanner:
 
     def plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
         """The plan of a capture, and the capture that was planned: with regions in pieces, or figures that ranks agreed on."""
-        step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+        step = _chunkable_step(capture, recapture)
         if self._hooks.captured is not None:
             self._hooks.captured(step)
         budget = self.options.budget
@@ -220,6 +220,9 @@ class GraphPlanner:
             if keep_all_bytes(capture.graph) <= budget_bytes:
                 return capture, keep_everything(capture.graph)
             smallest = near_smallest(capture.graph, 1.0, budget_bytes, self.options.host)
+            if smallest.peak_bytes > budget_bytes > 0 and self.chunks is not None:
+                capture = with_smallest_peak(_chunkable_step(capture, recapture), self.chunks, budget_bytes)
+                smallest = near_smallest(capture.graph, 1.0, budget_bytes, self.options.host)
             if smallest.peak_bytes > budget_bytes > 0:
                 _log.warning(
                     "a call without gradients takes up to %s, more than its budget of %s",
@@ -229,6 +232,10 @@ class GraphPlanner:
             return capture, smallest
 
         return lambda nodes: costs(nodes), plan
+
+
+def _chunkable_step(capture: Capture, recapture: Recapture) -> ChunkableStep[Capture]:
+    return ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
 
 
 def _in_forward(graph: Graph, single: Set[int]) -> Graph:

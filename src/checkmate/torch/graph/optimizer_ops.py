@@ -26,9 +26,11 @@ from checkmate.torch.graph.storages import leaves
 _library = torch.library.Library("checkmate", "DEF")
 _library.define("gradient_ready(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
 _library.define("update(Tensor(a!) parameter, Tensor gradient, int optimizer, int which) -> ()")
+_library.define("unscaling(Tensor scale, Tensor norms, int optimizer) -> Tensor", tags=(torch.Tag.data_dependent_output,))
 
 GRADIENT_READY = torch.ops.checkmate.gradient_ready.default
 UPDATE = torch.ops.checkmate.update.default
+UNSCALING = torch.ops.checkmate.unscaling.default
 
 _TRACED_OPTIMIZERS = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 """Optimizers whose updates are traced to ATen ops."""
@@ -47,6 +49,7 @@ class Updates:
             (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.requires_grad
         ]
         self.step = _step_of(optimizer)
+        self.skipped = False  # whether the updates of the step do nothing, since a scaled gradient has overflowed
         _LIVE[self.key] = self
 
     @property
@@ -181,9 +184,23 @@ def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimi
     return gradient.new_empty(0)
 
 
+@torch.library.register_fake("checkmate::unscaling", lib=_library)
+def _unscaling_fake(scale: torch.Tensor, norms: torch.Tensor, optimizer: int) -> torch.Tensor:
+    return torch.empty_like(scale)
+
+
+@torch.library.impl("checkmate::unscaling", "CompositeExplicitAutograd", lib=_library)
+def _unscaling(scale: torch.Tensor, norms: torch.Tensor, optimizer: int) -> torch.Tensor:
+    """The factor that undoes a scale. The updates that follow are skipped if the norm of a gradient is not finite."""
+    _LIVE[optimizer].skipped = not bool(norms.isfinite().all())
+    return scale.double().reciprocal().float()
+
+
 def update_parameters(gradients: Sequence[torch.Tensor], optimizer: int, which: Sequence[int]) -> None:
     """Update some parameters of an optimizer in one call of its step, on copies of their groups that have only them."""
     updates = _LIVE[optimizer]
+    if updates.skipped:
+        return
     groups, chosen = updates.optimizer.param_groups, dict[int, list[torch.Tensor]]()
     for (g, i), gradient in zip([updates.places[k] for k in which], gradients, strict=True):
         parameter = groups[g]["params"][i]

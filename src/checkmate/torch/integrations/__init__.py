@@ -1,11 +1,11 @@
-"""Adapters to trainers of other libraries, one module per library: transformers' ``Trainer``, and accelerate."""
+"""Adapters to trainers of other libraries, one module per library: transformers' ``Trainer``, accelerate and TRL."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "BudgetPlugin": "accelerate"}
+_MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "BudgetPlugin": "accelerate", "train_within": "trl"}
 
 
 def __getattr__(name: str) -> Any:

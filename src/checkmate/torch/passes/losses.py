@@ -4,8 +4,8 @@
 targets. Rewritten, it picks one log-probability for each token, and the same kernel sums the picks: the order of the sum is the
 kernel's, and pieces change no bit. The number of targets is computed from the targets.
 
-A whole step begins its backward with ``ones_like(loss)``, which only reads a shape. As a data dependency it would make the
-backward of the first piece wait for the forward of the last.
+Ops such as ``ones_like(loss)``, with which a whole step begins its backward, only read a shape. As a data dependency it would
+make the backward of the first piece wait for the forward of the last.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduc
     graph.erase_node(node)
 
 
-def make_ones_without_input(graph: fx.Graph) -> None:
-    """Replace ``ones_like`` by ``full``, which reads nothing, in place."""
-    for node in graph.find_nodes(op="call_function", target=aten.ones_like.default):
+def fill_without_input(graph: fx.Graph) -> None:
+    """Replace ops such as ``ones_like`` by ``full``, which reads nothing, in place."""
+    filled = {aten.ones_like: 1, aten.new_ones: 1, aten.zeros_like: 0, aten.new_zeros: 0}
+    found = [(n, value) for op, value in filled.items() for n in graph.find_nodes(op="call_function", target=op.default)]
+    for node, value in found:
         made = node.meta["val"]
         if not made.is_contiguous() or not all(isinstance(n, int) for n in made.shape):
             continue
         with graph.inserting_before(node):
-            full = graph.call_function(aten.full.default, (list(made.shape), 1), {"dtype": made.dtype, "device": made.device})
+            full = graph.call_function(aten.full.default, (list(made.shape), value), {"dtype": made.dtype, "device": made.device})
         full.meta = dict(node.meta)
         node.replace_all_uses_with(full)
         graph.erase_node(node)

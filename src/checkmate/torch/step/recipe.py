@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.distributed import DistributedDataParallel, uses_fsdp
 from checkmate.torch.graph.host_weights import traced_on_device
-from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates, has_gradient_hook, unsupported_reason
+from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UNSCALING, Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.arguments import Example, Loss, validate_arguments
 
@@ -104,15 +105,26 @@ def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([_mapped(of, column) for column in columns], structure)
 
 
-def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
-    """A whole step, with the gradients of micro batches added up: ``program(args, kwargs) -> (prediction, loss, marks)``."""
+def step_program(
+    forward: Program,
+    updates: Updates,
+    *,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    scale: torch.Tensor | None = None,
+) -> Program:
+    """A whole step, with the gradients of micro batches added up: ``program(args, kwargs) -> (prediction, loss, marks)``.
+
+    With a ``scale`` the gradients are those of the loss times the scale, until all are known to be finite.
+    """
     parameters, key = updates.parameters, updates.key
 
     def gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor, list[torch.Tensor | None]]:
         prediction, value = forward(args, kwargs)
         if micro_batches > 1:
             value = value / micro_batches
-        return prediction, value.detach(), list(torch.autograd.grad(value, parameters, allow_unused=True))
+        scaled = value if scale is None else value * scale
+        return prediction, value.detach(), list(torch.autograd.grad(scaled, parameters, allow_unused=True))
 
     def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
         parts = _cut((args, kwargs), micro_batches)
@@ -124,6 +136,8 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
             value = value + more
             found = [a if b is None else b if a is None else a + b for a, b in zip(found, added, strict=True)]
         with torch.no_grad():
+            if scale is not None:
+                found = _unscaled(found, scale, key)
             if clip_norm is not None:
                 found = _clipped(found, clip_norm)
             marks = [
@@ -179,7 +193,33 @@ def _clipped(gradients: list[torch.Tensor | None], most: float) -> list[torch.Te
     return [None if g is None else g * scale for g in gradients]
 
 
+def _unscaled(gradients: list[torch.Tensor | None], scale: torch.Tensor, key: int) -> list[torch.Tensor | None]:
+    """Gradients divided by a scale as by `torch.amp.GradScaler.unscale_`, to the bit."""
+    norms = [torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g is not None]
+    factor = UNSCALING(scale, torch.stack(norms), key)
+    return [None if g is None else (g * factor).to(g.dtype) for g in gradients]
+
+
 _log = logging.getLogger("checkmate.torch")
+
+
+class Scaling:
+    """The scale of a `torch.amp.GradScaler` as an input of a whole step, and the overflow of the step as its scaler is told."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self.scaler = scaler
+        self.scale = torch.ones((), device=device)
+        self._told = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device=device))])
+
+    @contextmanager
+    def of_step(self, updates: Updates) -> Iterator[None]:
+        """Context of a run of the step."""
+        self.scale.copy_(self.scaler.scale(torch.ones_like(self.scale)))
+        yield
+        parameter = self._told.param_groups[0]["params"][0]
+        parameter.grad = torch.full_like(parameter, math.inf if updates.skipped else 0.0)
+        self.scaler.unscale_(self._told)
+        self.scaler.update()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +244,15 @@ class StepRecipe:
     whole: bool | None = None
     micro_batches: int = 1
     clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
     autocast: torch.dtype | None = None
     outputs: Outputs = "held"
     on_host: bool = False  # whether frozen weights may stay on the host
 
     def __post_init__(self) -> None:
         validate_arguments(self.model, self.loss, self.optimizer, self.example)
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise OptionError(f"scaler={self.scaler!r} is no gradient scaler", hint="give a torch.amp.GradScaler")
 
     def spec(self) -> StepSpec:
         """The step, whole if possible; refused if it has to be whole and cannot."""
@@ -221,11 +264,13 @@ class StepRecipe:
             reason = "whole=False"
         if optimizer is not None and reason is None:
             updates = Updates(optimizer)
-            program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
-            if self.clip_norm is not None:
-                _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
+            scaling = Scaling(self.scaler, self.device) if self.is_scaled else None
+            scale = None if scaling is None else scaling.scale
+            program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm, scale=scale)
+            if self.clip_norm is not None or scaling is not None:
+                _log.info("clip_norm and scaler read all gradients: all of them are held until the last one is computed")
             traced = functools.partial(traced_on_device, self.device) if self.on_host else nullcontext
-            return StepSpec(program, forward, functools.partial(_finish_whole, updates), whole=True, traced=traced)
+            return StepSpec(program, forward, functools.partial(_finish_whole, updates, scaling), whole=True, traced=traced)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
             raise OptionError(
@@ -234,7 +279,8 @@ class StepRecipe:
             )
         if optimizer is not None and self.whole is None:
             _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
-        return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm))
+        scaler = self.scaler or torch.amp.GradScaler(enabled=False)
+        return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm, scaler))
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, called with the example; a plain loop compiles it."""
@@ -268,6 +314,11 @@ class StepRecipe:
         tensors += [p for p in self.model.parameters() if p.requires_grad]
         return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled before its gradients are taken."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
     def _check(self) -> None:
         check_micro_batches(self.example, self.micro_batches)
         clip_norm = self.clip_norm
@@ -282,7 +333,7 @@ class StepRecipe:
             )
 
 
-def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+def _finish_whole(updates: Updates, scaling: Scaling | None, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
     """Run a program that includes the updates; nothing else is left to do."""
     parameters = updates.parameters
     if any(p.grad is not None for p in parameters):
@@ -295,21 +346,24 @@ def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.
             "a parameter has a hook that was registered after the step was compiled, and that no gradient would reach",
             hint="register it before checkmate.torch.compile, or compile with whole=False",
         )
-    prediction, loss, _ = run()
+    with nullcontext() if scaling is None else scaling.of_step(updates):
+        prediction, loss, _ = run()
     # Learning-rate schedulers warn unless the optimizer's step() was called before theirs, and they read this flag.
     updates.optimizer._opt_called = True  # type: ignore[attr-defined]
     return prediction, loss
 
 
 def _finish_split(
-    optimizer: torch.optim.Optimizer | None, clip_norm: float | None, run: Callable[[], Any]
+    optimizer: torch.optim.Optimizer | None, clip_norm: float | None, scaler: torch.amp.GradScaler, run: Callable[[], Any]
 ) -> tuple[Any, torch.Tensor]:
     """Run the program of a forward, then the backward and the optimizer."""
     prediction, loss = run()
-    loss.backward()
+    scaler.scale(loss).backward()
     if optimizer is not None:
         if clip_norm is not None:
+            scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
     return prediction, loss.detach()

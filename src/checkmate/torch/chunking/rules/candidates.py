@@ -245,7 +245,8 @@ def _loss(call: OpCall) -> Iterator[Rule]:
 
 def _filled(call: OpCall) -> Iterator[Rule]:
     """Tensors of a constant: each piece is made with its own sizes."""
-    yield from (call.rule(d) for d in range(len(call.shapes[1])))
+    assert call.outputs[0] is not None
+    yield from (call.rule(d) for d in range(len(call.outputs[0].shape)))
 
 
 def _nll_loss(call: OpCall) -> Iterator[Rule]:
@@ -361,7 +362,7 @@ _TABLE: Final[tuple[tuple[Candidates, str], ...]] = (
                   "softshrink_backward _prelu_kernel _prelu_kernel_backward"),
     (_loss, "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward soft_margin_loss "
             "soft_margin_loss_backward binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits"),
-    (_filled, "new_zeros new_ones new_full new_empty"),
+    (_filled, "full new_zeros new_ones new_full new_empty"),
     (_but_last(1), "view_as_real view_as_complex"),
     (_but_last(2), "tril triu"),
     (_but_last(3), "pixel_shuffle pixel_unshuffle"),
