@@ -233,11 +233,44 @@ class Own(torch.optim.Optimizer):
             momentum = state.setdefault(key, torch.zeros_like(p))
             momentum.lerp_(p.grad, 0.1)
             scale = {"counts calls": self.count, "random": torch.rand(()).item() if self.kind == "random" else 1}
+            if self.kind == "counts in its group":
+                scale[self.kind] = group["count"] = group.get("count", 0) + 1
+            if self.kind == "reads a number of matrices" and p.ndim > 1:
+                scale[self.kind] = p.grad.abs().max().item()
             p.sub_(momentum.sign() * (group["lr"] * scale.get(self.kind, 1) / norm))
+
+
+UNSUITABLE = ("global norm", "counts calls", "counts in its group", "random", "hidden state", "reads a number of matrices")
 
 
 def own(kind: str) -> Callable[..., torch.optim.Optimizer]:
     return type("Own", (Own,), {"kind": kind})
+
+
+FURTHER = {
+    "transformers": {"Adafactor": {"lr": 1e-3, "relative_step": False, "scale_parameter": False}},
+    "bitsandbytes.optim": {
+        "AdamW32bit": {}, "Lion32bit": {}, "RMSprop32bit": {}, "Adagrad32bit": {}, "SGD32bit": {"lr": 0.1, "momentum": 0.9},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "kind"), [(package, kind) for package, kinds in FURTHER.items() for kind in kinds])
+def test_optimizers_of_other_packages(package: str, kind: str) -> None:
+    """The trial finds that they update each parameter separately, and their bits are those of a plain loop."""
+    make, options, outcomes = getattr(pytest.importorskip(package), kind), FURTHER[package][kind], []
+    for whole in (False, True):
+        model = network()
+        optimizer = make([*model.parameters()], **options)
+        run = lambda m=model, o=optimizer: eager_step(m, o)  # noqa: E731
+        if whole:
+            step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), budget="100%")
+            assert step.whole
+            run = lambda s=step: s(X, Y)  # noqa: E731
+        torch.manual_seed(5)
+        outcomes.append([*(r for _ in range(3) for r in run()), *model.state_dict().values()])
+    assert same(*outcomes)
 
 
 def halve_gradient(parameter: torch.Tensor) -> None:
@@ -257,7 +290,7 @@ def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixt
     for make, why in (
         *(
             (lambda m, kind=kind: own(kind)(m.parameters()), "Own was not found to update each parameter independently")
-            for kind in ("global norm", "counts calls", "random", "hidden state")
+            for kind in UNSUITABLE
         ),
         (
             lambda m: torch.optim.SGD(m.body.parameters(), 0.1),

@@ -235,23 +235,29 @@ _TRIED: weakref.WeakKeyDictionary[optim.Optimizer, tuple[list[str], bool]] = wea
 
 
 def _updates_separately(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Try a group: three steps of two parameters in one call, and the same in a call for each; and one on the meta device."""
-    first, *_, last = [*group["params"], *group["params"]]
+    """Try a group: three steps of all parameters in one call, and the same in a call for each; and one on the meta device.
+
+    There is one parameter of each number of dimensions, and two at least. The calls for each are on copies of the group, as in
+    `update_parameters`: an optimizer that counts its steps in the group has other results.
+    """
+    kinds = [*{p.ndim: p for p in group["params"]}.values()]
+    tried = kinds if len(kinds) > 1 else 2 * kinds
     random = torch.Generator().manual_seed(0)
 
     def like(p: torch.Tensor) -> torch.Tensor:
         made = torch.randn([min(n, 64) for n in p.shape], generator=random, device="cpu")
         return made.to("cpu" if p.is_meta else p.device, p.dtype)
 
-    values, gradients = [like(first), like(last)], [[like(first), like(last)] for _ in range(3)]
+    values, gradients = [*map(like, tried)], [[*map(like, tried)] for _ in range(3)]
     before, outcomes = torch.get_rng_state(), list[list[torch.Tensor]]()
     try:
-        for calls in ([[0, 1]], [[1], [0]]):
+        for calls in ([[*range(len(tried))]], [[k] for k in reversed(range(len(tried)))]):
             parameters = [torch.nn.Parameter(value.clone()) for value in values]
             alike = _alike(optimizer, group, parameters)
             for given in gradients:
                 for call in calls:
-                    alike.param_groups = [{**group, "params": [parameters[k] for k in call]}]
+                    if len(calls) > 1:
+                        alike.param_groups = [{**group, "params": [parameters[k] for k in call]}]
                     for k in call:
                         parameters[k].grad = given[k].clone()
                     _step_of(optimizer)(alike)
@@ -261,7 +267,7 @@ def _updates_separately(optimizer: optim.Optimizer, group: dict[str, Any]) -> bo
                 return False  # the bytes of this state would not be known
         expected = [t.nbytes for value in values for t in leaves(initial_state(optimizer, group, value))]
         equal = all(map(torch.equal, *outcomes)) and torch.equal(before, torch.get_rng_state())
-        return equal and expected == [t.nbytes for t in outcomes[0][2:]]
+        return equal and expected == [t.nbytes for t in outcomes[0][len(tried) :]]
     except Exception:  # noqa: BLE001 - whatever the code of an optimizer raises if it is called in another way
         return False
 
