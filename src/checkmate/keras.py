@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -19,7 +20,7 @@ if find_spec("keras") is None:
 import keras
 
 if TYPE_CHECKING:
-    from checkmate.tf2.planned_steps import PlannedTrainFunction
+    from checkmate.tf2.planned_steps import PlannedSteps
 
 
 __all__ = ["PlannedFit", "capture", "fit_within"]
@@ -37,27 +38,30 @@ class PlannedFit:
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         self.model: Any = model  # Keras declares no type for `train_function`
         self._options = options
-        self._function: PlannedTrainFunction | None = None
+        self._steps: PlannedSteps | _JaxSteps | None = None
         self.model.make_train_function = self._make_train_function
         self.model.train_function = None
 
     @property
     def results(self) -> tuple[Result, ...]:
         """The solver's result for each shape of a batch, with its proof, in the order in which they were planned."""
-        return () if self._function is None else tuple(planned.result for planned in self._function.steps.planned.values())
+        return () if self._steps is None else tuple(planned.result for planned in self._steps.planned.values())
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None before `fit`, since a share refers to the step of the first batch."""
-        return None if self._function is None else self._function.steps.budget_bytes
+        return None if self._steps is None else self._steps.budget_bytes
 
     @property
     def measured_bytes(self) -> int | None:
-        """Largest measured peak of a step, with variables, slots and batch; None before `fit`, or if nothing was measured."""
-        if self._function is None:
+        """Largest peak of a step, with variables, slots and batch: measured on TensorFlow, as XLA compiled it on JAX.
+
+        None before `fit`, or if nothing was measured.
+        """
+        if self._steps is None:
             return None
-        measured = [planned.measured_bytes for planned in self._function.steps.planned.values()]
-        return max((m for m in (*measured, self._function.steps.monitored_bytes) if m is not None), default=None)
+        measured = [planned.measured_bytes for planned in self._steps.planned.values()]
+        return max((m for m in (*measured, self._steps.monitored_bytes) if m is not None), default=None)
 
     def undo(self) -> None:
         """Let `fit` run Keras's own steps again. Weights, optimizer and metrics stay as they are."""
@@ -73,12 +77,60 @@ class PlannedFit:
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls this before it trains. `model.compile` resets ``train_function``; new steps are then planned."""
-        from checkmate.tf2.planned_steps import PlannedTrainFunction  # imports the framework
-
         _check(self.model)
-        if self.model.train_function is None or force:
-            self.model.train_function = self._function = PlannedTrainFunction(self.model, self._options)
+        if self.model.train_function is not None and not force:
+            return self.model.train_function
+        if keras.config.backend() == "jax":
+            self._steps = _JaxSteps(self.model, self._options)
+            self.model.train_function = self.model._make_function(self._steps)
+        else:
+            from checkmate.tf2.planned_steps import PlannedTrainFunction  # imports the framework
+
+            self.model.train_function = PlannedTrainFunction(self.model, self._options)
+            self._steps = self.model.train_function.steps
         return self.model.train_function
+
+
+@dataclass(frozen=True, slots=True)
+class _JaxStep:
+    """A planned step of Keras on JAX, the bytes that XLA compiled for it, and the step under `jax.jit`."""
+
+    result: Result
+    measured_bytes: int | None
+    run: Any
+
+
+class _JaxSteps:
+    """Plans the step of Keras's trainer for JAX when a shape of a batch first occurs, and runs it."""
+
+    def __init__(self, model: Any, options: PlanningOptions) -> None:
+        self.planned: dict[str, _JaxStep] = {}
+        self.budget_bytes: int | None = None  # a share refers to the first batch
+        self.monitored_bytes: int | None = None
+        self._model, self._options = model, options
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        import jax
+
+        data = jax.tree.map(jax.numpy.asarray, batch)  # as `jax.jit` takes arrays of numpy
+        key = str(jax.tree.map(jax.typeof, data))
+        if key not in self.planned:
+            self.planned[key] = self._plan(state, data)
+        return self.planned[key].run(state, data)
+
+    def _plan(self, state: Any, data: Any) -> _JaxStep:
+        import jax
+
+        from checkmate.jax import plan
+
+        options = self._options
+        budget = options.budget if self.budget_bytes is None else self.budget_bytes
+        chosen: Any = {"solver": options.solver, "plan": None if self.planned else options.plan}
+        step = plan(
+            self._model.train_step, state, data, budget=budget, time_limit_s=options.time_limit_s, donate_argnums=0, **chosen
+        )
+        self.budget_bytes = step.budget_bytes
+        return _JaxStep(step.result, step.peak_bytes, jax.jit(step, donate_argnums=0))
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
@@ -90,7 +142,7 @@ def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[Co
     budget. After another `model.compile` the budget holds for the new optimizer, losses and metrics.
 
     Args:
-        model: A compiled model on the TensorFlow backend of Keras. It can have its own `train_step`.
+        model: A compiled model on the TensorFlow or JAX backend of Keras. It can have its own `train_step`.
         budget: Largest allowed peak on the device during a step, with variables, optimizer slots and batch: ``"8GiB"``, a number
             of bytes, or a share of the whole step of the first batch, such as ``"70%"``.
         options: The options below, by name.
@@ -141,6 +193,11 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         >>> sorted({op.phase for op in graph.ops})
         ['backward', 'forward', 'loss', 'optimizer']
     """
+    if keras.config.backend() == "jax":
+        raise OptionError(
+            "Keras runs on jax, where a step is a function of the model's state",
+            hint="call checkmate.jax.capture(model.train_step, state, batch), or set KERAS_BACKEND=tensorflow",
+        )
     _check(model)
     from checkmate.tf2.planned_steps import capture_step  # imports the framework
 
@@ -150,17 +207,23 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
 def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
     """Check that the steps of a model's `fit` can be planned; the budget is for the hint."""
     backend = keras.config.backend()
-    if backend != "tensorflow":
-        hint = "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
+    if backend not in ("tensorflow", "jax"):
+        hint = "set the environment variable KERAS_BACKEND to tensorflow or jax before Keras is imported"
         if backend == "torch":
             hint += f""", or let the backend of torch.compile plan the forward and backward pass of `fit`:
     call = model.call
     planned = torch.compile(call, backend="checkmate", options={{"budget": {budget!r}}})
     model.call = lambda *args, **kwargs: (planned if torch.is_grad_enabled() else call)(*args, **kwargs)"""
-        raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow only", hint=hint)
-    from checkmate.tf2.trace import check_environment  # imports the framework
+        raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow and JAX only", hint=hint)
+    if backend == "tensorflow":
+        from checkmate.tf2.trace import check_environment  # imports the framework
 
-    check_environment(model)
+        check_environment(model)
+    elif keras.distribution.distribution() is not None:
+        raise OptionError(
+            "keras.distribution spreads the model over several devices, and a step is for one",
+            hint="call keras.distribution.set_distribution(None) before the model is built",
+        )
     if not model.compiled or model.optimizer is None:
         raise OptionError(
             f"model {model.name!r} is not compiled with an optimizer, and a step applies one",

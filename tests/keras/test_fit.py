@@ -258,6 +258,46 @@ def test_texts_are_planned_although_strings_have_no_sizes():
     model.fit(data, verbose=0, shuffle=False)
 
 
+class Padding(keras.Model):
+    """Pads rows of different lengths in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [layers.Embedding(50, 32), *(layers.Dense(64, activation="gelu") for _ in range(3)), layers.Dense(2)]
+
+    def call(self, inputs: Any) -> Any:
+        x = inputs.to_tensor()
+        for layer in self.stack:
+            x = layer(x)
+        return tf.reduce_mean(x, 1)
+
+
+def rows(longest: int) -> tuple[tf.RaggedTensor, tf.Tensor]:
+    lengths = np.linspace(longest // 2, longest, 16).astype(int)
+    return tf.RaggedTensor.from_row_lengths(tf.constant(RNG.integers(0, 50, lengths.sum())), lengths), tf.range(16) % 2
+
+
+def test_rows_longer_than_those_that_were_planned_keep_the_budget(caplog):
+    """Their batch has the same signature; the plan for shorter rows would take more than the budget, twice as much for 40."""
+    model = Padding()
+    model(rows(20)[0])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    planned = fit_within(model, "80%", time_limit_s=1)
+    for longest, plans in ((20, 1), (10, 1), (26, 2), (20, 2), (26, 2)):
+        model.train_on_batch(*rows(longest))
+        assert len(planned.results) == plans
+    assert planned.measured_bytes is not None
+    assert planned.budget_bytes is not None
+    assert planned.measured_bytes <= planned.budget_bytes
+    assert planned.results[1].overhead > planned.results[0].overhead
+    assert "the step needed" not in caplog.text
+    before = [v.numpy().tobytes() for v in model.variables]
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        model.train_on_batch(*rows(400))
+    assert [v.numpy().tobytes() for v in model.variables] == before
+    assert planned.measured_bytes <= planned.budget_bytes < caught.value.smallest_bytes
+
+
 @pytest.mark.slow
 def test_training_on_single_batches():
     """`train_on_batch` runs the same function."""

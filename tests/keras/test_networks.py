@@ -80,6 +80,42 @@ def test_the_lines_that_the_hint_names_plan_a_fit_on_pytorch() -> None:
     child("-c", ON_TORCH, KERAS_BACKEND="torch")
 
 
+ON_JAX = """
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from checkmate import OptionError
+from checkmate.keras import capture, fit_within
+
+x, y = np.random.default_rng(0).normal(size=(320, 16)).astype("float32"), np.random.default_rng(1).integers(0, 10, 320)
+losses = []
+for budget in ("60%", None):
+    keras.utils.set_random_seed(0)
+    body = [layer for _ in range(3) for layer in (layers.Dense(64, activation="gelu"), layers.Dropout(0.1))]
+    model = keras.Sequential([keras.Input((16,)), *body, layers.Dense(10, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    planned = None if budget is None else fit_within(model, budget, time_limit_s=2)
+    history = model.fit(x, y, batch_size=256, epochs=2, verbose=0, shuffle=False, validation_data=(x, y)).history
+    losses.append([history[name] for name in ("loss", "accuracy", "val_loss")])
+    if planned is not None:
+        assert len(planned.results) == 2
+        assert planned.results[0].overhead > 1
+        assert planned.measured_bytes <= planned.budget_bytes
+        with pytest.raises(OptionError, match="checkmate.jax.capture"):
+            capture(model, (x, y))
+        planned.undo()
+        assert "make_train_function" not in vars(model)
+np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+"""
+
+
+def test_fit_keeps_a_budget_on_jax() -> None:
+    """The step of Keras's trainer for JAX is planned for each shape of a batch, as XLA compiles it."""
+    child("-c", ON_JAX, KERAS_BACKEND="jax")
+
+
 @pytest.mark.slow
 def test_the_example_runs() -> None:
     """It asserts itself that losses are equal and that the peak is within the budget."""

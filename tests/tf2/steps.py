@@ -91,9 +91,9 @@ def requested_peak(run: Callable[[], Any]) -> int:
 def child(hash_seed: str = "1", **arguments: Any) -> dict[str, Any]:
     """One point of `tests.tf2.points` in a fresh process."""
     command = [sys.executable, "-m", "tests.tf2.points", json.dumps(arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
     environment["PYTHONHASHSEED"] = hash_seed
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1][len("RESULT ") :])
+    return {**json.loads(lines[-1][len("RESULT ") :]), "stderr": done.stderr}

@@ -35,7 +35,7 @@ def planned():
 def test_every_computation_of_the_plan_runs_and_no_other(planned):
     """Counted in the profiler's trace of the executed step, so that a schedule without effect is seen."""
     capture, plan, batch = planned
-    function = build_function(capture, plan)
+    function = build_function(capture, plan.order)
     with grappler_off():
         function(*batch)
         events = trace_events(lambda: function(*batch))
@@ -86,7 +86,7 @@ def test_effects_run_once(planned):
 def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
     """The runtime would fold it before the first step and keep it for good; the regularizer's gradients are made of such."""
     capture, plan, batch = planned
-    function = build_function(capture, plan)
+    function = build_function(capture, plan.order)
     with grappler_off():
         function(*batch)
         asked = requested_peak(lambda: function(*batch))

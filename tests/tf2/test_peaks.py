@@ -39,6 +39,12 @@ def test_a_measured_peak_keeps_the_budget_in_a_fresh_process(point: dict[str, An
     assert set(point["differs"]) == {"plain"}
 
 
+def test_measuring_adds_nothing_to_what_tensorflow_logs(point: dict[str, Any]) -> None:
+    """Each session of its profiler would log a dozen lines to stderr, for each op of a model."""
+    assert "cpu_feature_guard" in point["stderr"]
+    assert "profile" not in point["stderr"]
+
+
 def test_the_graph_does_not_depend_on_the_hash_seed(point: dict[str, Any]) -> None:
     """Plans are files: the same program must give the same graph in every process.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,11 +63,13 @@ def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
 
     with tempfile.TemporaryDirectory() as folder:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
-        tf.profiler.experimental.start(folder, options=options)
+        with _no_stderr():
+            tf.profiler.experimental.start(folder, options=options)
         try:
             result = run()
         finally:
-            tf.profiler.experimental.stop()
+            with _no_stderr():
+                tf.profiler.experimental.stop()
         del result
         space: Any = xplane_pb2.XSpace()  # pyright: ignore[reportAttributeAccessIssue]
         for path in Path(folder).rglob("*.xplane.pb"):
@@ -82,6 +85,19 @@ def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
                 traced = TraceEvent(names[event.metadata_id].name, event_stats, begin // 1000, end // 1000)
                 found.append((begin, traced))
     return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+    """Drop what C++ code writes to stderr: a session of the profiler logs a dozen lines, and measuring costs takes a hundred."""
+    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
 
 
 def run_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from checkmate.core.plan import Plan
-from checkmate.tf2.capture import Capture, base_tensor
-from checkmate.tf2.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
+from checkmate.tf2.capture import Capture, base_tensor, behind
+from checkmate.tf2.op_properties import IDENTITIES, LOOPS, is_open, static_shape_values, tensor_bytes
 
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
@@ -25,8 +24,8 @@ _COPIED = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, t
 Runner = Callable[..., Sequence[tf.Tensor]]  # runs a step: takes the flat tensors of a batch, gives the flat outputs
 
 
-def build_function(capture: Capture, plan: Plan) -> Runner:
-    """A function of the flat batch that runs a plan and gives the flat outputs.
+def build_function(capture: Capture, order: Iterable[int], outputs: Sequence[tf.Tensor] | None = None) -> Runner:
+    """A function of the flat batch that computes ops in an order and gives the flat outputs of the step, or other ones.
 
     A control edge leads from every computation to the next. TensorFlow's executor runs each op as soon as its inputs are
     available (tensorflow/core/common_runtime/executor.cc), so without these edges a recomputation would run immediately after
@@ -34,26 +33,46 @@ def build_function(capture: Capture, plan: Plan) -> Runner:
 
     The function is to be run inside `grappler_off`.
     """
-    trace, copied = capture.trace, _copied_outputs(capture)
+    trace, copied = capture.trace, set[int]() if outputs is not None else _copied_outputs(capture)
     writer = _Writer(capture)
-    for o in plan.order:
+    for o in order:
         writer.compute(o)
-    outputs = [writer.tensor(t) for t in trace.function.graph.outputs]
+    names = [writer.tensor(t) for t in (trace.function.graph.outputs if outputs is None else outputs)]
 
     def body(*batch: Any) -> list[tf.Tensor]:
         graph: Any = tf.compat.v1.get_default_graph()
         given = [*batch, *(graph.capture(tensor) for tensor in trace.captured.values())]
         inputs = {t.name: tensor for t, tensor in zip(trace.function.inputs, given, strict=True)}
         read = {name: tensor for name, tensor in inputs.items() if name in writer.inputs}
-        wanted = [*(name for name in outputs if name not in inputs), *writer.waits]
+        wanted = [*(name for name in names if name not in inputs), *writer.waits]
         nodes = tf.compat.v1.GraphDef(node=writer.nodes)
         imported = dict(zip(wanted, tf.graph_util.import_graph_def(nodes, read, wanted, name=IMPORTED), strict=True))
         with tf.control_dependencies([imported[name] for name in writer.waits]):
-            given = [inputs[name] if name in inputs else imported[name] for name in outputs]
+            given = [inputs[name] if name in inputs else imported[name] for name in names]
             return [tf.raw_ops.DeepCopy(x=t) if i in copied else tf.identity(t) for i, t in enumerate(given)]
 
     # Not by `tf.function`, which adds further control edges, and looks at each op for them.
     return tf.compat.v1.wrap_function(body, [tf.TensorSpec(t.shape, t.dtype) for t in trace.arguments])
+
+
+def data_sizes(capture: Capture) -> Callable[[Sequence[tf.Tensor]], tuple[int, ...]] | None:
+    """A function that gives the sizes that depend on the data of a flat batch and decide on the bytes of a step; or None.
+
+    They are the elements of tensors that only the batch determines, such as padded rows, and that the model reads.
+    """
+    alone: set[str] = set()
+    for op in capture.trace.ops:
+        pure = not op.op_def.is_stateful or op.type.startswith("LookupTableFind")
+        if pure and all(t.op.name in alone for t in op.inputs):
+            alone.add(op.name)
+    read = [b for op in capture.members if op.name not in alone for t in op.inputs for b in behind(t, capture.kinds)]
+    found = {b.ref(): b for b in read if b.op.name in alone and b.dtype != tf.variant and is_open(b)}
+    graph, names = capture.graph, {b.op.name for b in found.values()}
+    needed = {o for o, op in enumerate(capture.members) if op.name in names}
+    for o in range(max(needed, default=-1), -1, -1):
+        needed |= {graph.producer[v] for v in graph.ops[o].inputs} if o in needed else set()
+    function = build_function(capture, sorted(needed), list(found.values()))
+    return (lambda batch: tuple(t.shape.num_elements() or 0 for t in function(*batch))) if found else None
 
 
 def _copied_outputs(capture: Capture) -> set[int]:

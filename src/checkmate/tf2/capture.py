@@ -55,12 +55,12 @@ def _viewed(view: tf.Tensor) -> tf.Tensor:
     return view.op.inputs[view.value_index if view.op.type == "IdentityN" else 0]
 
 
-def _behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
+def behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
     """The tensor whose buffer a tensor uses, then the other operands of the views between, such as a computed shape."""
     yield base_tensor(tensor, kinds)
     while kinds[tensor.op.name] == "view":
         for operand in () if tensor.op.type == "IdentityN" else tensor.op.inputs[1:]:
-            yield from _behind(operand, kinds)
+            yield from behind(operand, kinds)
         tensor = _viewed(tensor)
 
 
@@ -85,7 +85,7 @@ class _Builder:
         self.touching = self._touching()
         self.snapshot_reads = self._snapshot_reads()
         self.real = [op for op in self.ops if op.name in self.needed and self._is_real(op)]
-        self.kept = {b.ref() for t in trace.function.graph.outputs for b in _behind(t, self.kinds)}
+        self.kept = {b.ref() for t in trace.function.graph.outputs for b in behind(t, self.kinds)}
         self.values: dict[str, int] = {}  # tensor -> value
 
     def build(self, costs: Costs, name: str) -> Capture:
@@ -166,12 +166,12 @@ class _Builder:
 
     def _sources(self, op: tf.Operation) -> list[tf.Tensor]:
         """Tensors that an op reads and another op of the graph computes."""
-        bases = dict.fromkeys(b.ref() for t in op.inputs for b in _behind(t, self.kinds))
+        bases = dict.fromkeys(b.ref() for t in op.inputs for b in behind(t, self.kinds))
         return [b.deref() for b in bases if self._is_real(b.deref().op)]
 
     def _reads(self, op: tf.Operation) -> list[tf.Operation]:
         """Reads of variables whose buffers an op reads, without those that are ops of the graph."""
-        found = dict.fromkeys(b.op.name for t in op.inputs for b in _behind(t, self.kinds))
+        found = dict.fromkeys(b.op.name for t in op.inputs for b in behind(t, self.kinds))
         return [self.ops[self.index[n]] for n in found if self.kinds[n] == "read" and n not in self.snapshot_reads]
 
     def _before(self, op: tf.Operation) -> list[str]:
@@ -223,7 +223,7 @@ class _Builder:
     def _number(self, members: Sequence[tf.Operation]) -> list[Value]:
         """A value for every output of every op; an output that reuses a buffer is a view of that value."""
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
-        uses = Counter(b.ref() for op in users for t in op.inputs for b in _behind(t, self.kinds))
+        uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
         values: list[Value] = []
         for op in members:
             reused = self._reused_input(op, uses)

@@ -28,6 +28,9 @@ IDENTITIES = frozenset({"EnsureShape", "Identity", "IdentityN", "PreventGradient
 READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
 """Ops that take a variable's handle and do not change the variable."""
 
+EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
+"""Ops that make tensor lists without tensors."""
+
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Loops of TensorFlow 2."""
 

@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +29,7 @@ from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.options import CostSource, PlanningOptions
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, near_smallest
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.apply_plan import Runner, build_function
+from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
@@ -50,7 +51,7 @@ class PlannedFunction:
     @classmethod
     def of(cls, capture: Capture, result: Result) -> PlannedFunction:
         """Write a plan as a function without running it, for a plan that is given or needs no calibration."""
-        return cls(capture, result, build_function(capture, result.plan))
+        return cls(capture, result, build_function(capture, result.plan.order))
 
     def measured(self, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> PlannedFunction:
         """The same after it was measured, with its random streams at their start; too little memory counts as above the limit."""
@@ -60,7 +61,7 @@ class PlannedFunction:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
         random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
         return replace(
-            self, measured_bytes=peak, function=build_function(self.capture, self.result.plan) if random else self.function
+            self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
 
     @property
@@ -198,12 +199,14 @@ class PlannedSteps:
     """
 
     def __init__(self, trace: Callable[[Sequence[Any]], Trace], options: PlanningOptions, name: str) -> None:
-        self.planned: dict[Hashable, PlannedFunction] = {}  # of each signature, in the order in which they were planned
+        # By signature of a batch, and sizes that depend on its data; in the order in which they were planned.
+        self.planned: dict[tuple[Hashable, tuple[int, ...]], PlannedFunction] = {}
         self.budget_bytes: int | None = None  # a share, such as "70%", refers to the first batch
         self.monitored_bytes: int | None = None  # largest peak of the monitored steps, resident bytes included
         self._trace, self._options, self._name = trace, options, name
         self._keeps_everything = options.budget is not None and options.budget.keeps_everything
-        self._again: set[Hashable] = set()  # signatures that were planned again after a step exceeded the budget
+        self._sizes: dict[Hashable, Callable[[Sequence[tf.Tensor]], tuple[int, ...]]] = {}  # of signatures with such sizes
+        self._again: set[Hashable] = set()  # keys that were planned again after a step exceeded the budget
 
     def __call__(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> Any:
         """Run a step on the flat tensors of a batch, for which there is a nest of `tf.TensorSpec` for each argument.
@@ -214,23 +217,42 @@ class PlannedSteps:
             GraphError: The step cannot be traced as one function.
             InfeasibleBudgetError: The batch has a new signature for which no plan keeps the budget.
         """
-        planned = self.planned.get(_key(specs)) or self.plan(specs, flat)
-        counted = planned.measured_bytes is not None and not self._keeps_everything
-        outputs = self._run_and_check_peak(_key(specs), flat) if counted else _run(planned, flat)
+        if (key := self._key(specs, flat)) not in self.planned:
+            self.plan(specs, flat)
+            key = self._key(specs, flat)
+        planned = self.planned[key]
+        outputs = self._run_and_check_peak(key, flat) if self._is_counted(planned) else _run(planned, flat)
         return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
 
-    def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
-        """Capture, plan and write the step for a new signature, measured on a flat batch, or on a synthetic one."""
+    def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> None:
+        """Capture, plan and write the step for a new signature or larger data, measured on a flat batch or on a synthetic one."""
+        signature, before = _signature(specs), list(self.planned.items())
         with progress.shown("tracing the step"):
-            captured = capture_with_costs(lambda: self._trace(specs), "measured", self._name, batch)
-            planned = self._planned(captured, batch)
-        if self.planned:
-            peak = format_bytes(planned.result.peak_bytes)
-            _log.info("another shape of a batch was planned: %s, peak %s", [spec.shape for spec in tf.nest.flatten(specs)], peak)
-        self.planned[_key(specs)] = planned
-        return planned
+            trace = next((planned.capture.trace for key, planned in before if key[0] == signature), None) or self._trace(specs)
+            data = [*map(synthetic, trace.arguments)] if batch is None else batch
+            captured = capture_with_costs(trace, "measured", self._name, data)
+            planned = self._planned(captured, data)
+        if before:
+            shapes, peak = [tensor.shape for tensor in data], format_bytes(planned.result.peak_bytes)
+            _log.info("another shape of a batch was planned: %s, peak %s", shapes, peak)
+        if self._is_counted(planned) and (sizes := data_sizes(captured)) is not None:
+            self._sizes[signature] = sizes
+        self.planned[self._key(specs, data)] = planned
 
-    def _planned(self, captured: Capture, batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
+    def _key(self, specs: Sequence[Any], flat: Sequence[tf.Tensor]) -> tuple[Hashable, tuple[int, ...]]:
+        """The key of a plan for a batch: for its signature, and for sizes at least as large, if one was planned."""
+        signature, sizes = _signature(specs), ()
+        if signature in self._sizes:
+            with grappler_off():
+                sizes = self._sizes[signature](flat)
+        as_large = (key for key in self.planned if key[0] == signature and all(map(operator.le, sizes, key[1])))
+        return next(as_large, (signature, sizes))
+
+    def _is_counted(self, planned: PlannedFunction) -> bool:
+        """Whether the peak of each step is compared with the budget."""
+        return planned.measured_bytes is not None and not self._keeps_everything
+
+    def _planned(self, captured: Capture, data: Sequence[tf.Tensor]) -> PlannedFunction:
         """The function of the given plan, of the cheapest plan within the budget, or of keeping everything."""
         options, graph, budget = self._options, captured.graph, self._options.budget
         if options.plan is not None and not self.planned:
@@ -241,7 +263,6 @@ class PlannedSteps:
             if keep_all_bytes(graph) <= 0.5 * device_bytes:
                 return PlannedFunction.of(captured, keep_everything(graph))
             budget = Budget.parse(device_bytes)
-        data = [*map(synthetic, captured.trace.arguments)] if batch is None else batch
         with restored(captured.trace.variables):
             everything = None
             if budget.is_share and (self._keeps_everything or self.budget_bytes is None):
@@ -255,7 +276,7 @@ class PlannedSteps:
             budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
             return calibrate(captured, budget, Replanner(graph, options), data, everything)
 
-    def _run_and_check_peak(self, key: Hashable, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _run_and_check_peak(self, key: tuple[Hashable, tuple[int, ...]], flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         planned, outputs, before = self.planned[key], list[tf.Tensor](), self.monitored_bytes or 0
         peak = planned.capture.graph.resident_bytes + peak_of(lambda: outputs.extend(_run(planned, flat)), default_device())
         self.monitored_bytes = max(peak, before)
@@ -263,7 +284,7 @@ class PlannedSteps:
             self._plan_again(key, flat, peak)
         return outputs
 
-    def _plan_again(self, key: Hashable, flat: Sequence[tf.Tensor], peak: int) -> None:
+    def _plan_again(self, key: tuple[Hashable, tuple[int, ...]], flat: Sequence[tf.Tensor], peak: int) -> None:
         """Replace a plan whose step exceeded the budget by one that leaves the excess free; a second excess is only logged."""
         planned, graph, budget_bytes = self.planned[key], self.planned[key].capture.graph, self.budget_bytes or 0
         lower = max(0, budget_bytes - (peak - planned.needed_bytes))
@@ -286,7 +307,7 @@ def _run(planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]
         return list(planned.function(*flat))
 
 
-def _key(specs: Sequence[Any]) -> Hashable:
+def _signature(specs: Sequence[Any]) -> Hashable:
     """The signature of a batch: structure, shapes and types."""
     return repr(tf.nest.map_structure(lambda spec: 0, specs)), *tf.nest.flatten(specs)
 
@@ -334,4 +355,4 @@ def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
     """The graph of the step that `fit` runs for a batch."""
     specs, flat = _batch(data)
-    return capture_with_costs(lambda: trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph
+    return capture_with_costs(trace_step(model, model.train_step, [specs]), costs, model.name, flat).graph

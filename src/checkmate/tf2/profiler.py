@@ -23,14 +23,16 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Value
 from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
-from checkmate.frontend.planner import keep_everything
 from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
-from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.capture import Capture, base_tensor, capture_trace
 from checkmate.tf2.op_properties import (
+    EMPTY_LISTS,
+    LOOPS,
     OPAQUE,
     estimated,
     is_open,
@@ -61,20 +63,17 @@ def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     return [estimated(op) for op in ops]
 
 
-def capture_with_costs(
-    trace: Callable[[], Trace], costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None
-) -> Capture:
+def capture_with_costs(trace: Trace, costs: CostSource, name: str, batch: Sequence[tf.Tensor] | None = None) -> Capture:
     """A captured step with measured costs, also of ops whose inside is not in the graph, or with estimated costs."""
     if costs not in get_args(CostSource):
         raise OptionError(
             f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
             hint="pass costs='measured', or costs='estimated' to run nothing",
         )
-    traced = trace()
     if costs == "estimated":
-        return capture_trace(traced, estimated_costs, name)
-    reserve(2 * sum(map(output_bytes, traced.ops)))
-    return _with_opaque_measured(capture_trace(traced, measured_costs, name), batch)
+        return capture_trace(trace, estimated_costs, name)
+    reserve(2 * sum(map(output_bytes, trace.ops)))
+    return _with_opaque_measured(capture_trace(trace, measured_costs, name), batch)
 
 
 def signature(op: tf.Operation, environment: str) -> str | None:
@@ -195,13 +194,41 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
         ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
         outputs = [(v, t) for v, t in zip(ops[o].outputs, members[o].outputs, strict=True) if values[v].base is None]
         unknown = [v for v, t in outputs if is_open(t)]
-        share, rest = divmod(max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t))), len(unknown) or 1)
-        if not retained and ops[o].recomputable:  # it wrote into an input that the step has read
-            share = max((values[v].size_bytes for v in ops[o].inputs), default=0)
-        for i, v in enumerate(unknown):  # a backward loop reads the lists together
-            values[v] = msgspec.structs.replace(values[v], size_bytes=share + (rest if i == 0 else 0))
+        retained = max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t)))
+        largest = max(ops[o].inputs, key=lambda v: values[v].size_bytes, default=None)
+        if any(t.dtype == tf.variant for _, t in outputs):
+            _size_lists(capture, o, values, retained)
+            continue
+        if not retained and largest is not None and ops[o].recomputable:  # it wrote into an input that the step has read
+            retained = values[largest].size_bytes * len(unknown)
+        for v in unknown:
+            values[v] = msgspec.structs.replace(values[v], size_bytes=-(-retained // len(unknown)))
     resident = graph.resident_bytes + sum(map(tensor_bytes, data)) - sum(map(tensor_bytes, capture.trace.arguments))
     return replace(capture, graph=msgspec.structs.replace(graph, ops=tuple(ops), values=tuple(values), resident_bytes=resident))
+
+
+def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: int) -> None:
+    """Give the tensor lists that an op makes the bytes that it leaves allocated, as one storage: they share tensors.
+
+    A list that a loop is given, and returns at the same position, is the same list. What a loop of the forward pass keeps for the
+    backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
+    """
+    op, node = capture.members[o], capture.graph.ops[o]
+    owners = {values[v].name: v if values[v].base is None else values[v].base for v in node.inputs}
+    bases = [base_tensor(t, capture.kinds) for t in op.inputs]
+    given = [None if b.op.type in EMPTY_LISTS else owners.get(b.name) for b in bases]
+    held = [u for u, b in zip(given, bases, strict=True) if u is not None and (b.dtype == tf.variant or not retained_bytes)]
+    home = max(held, key=lambda u: values[u].size_bytes, default=None)
+    if retained_bytes and (op.type not in LOOPS or node.phase == "backward"):
+        home = None
+    if home is not None:
+        values[home] = msgspec.structs.replace(values[home], size_bytes=values[home].size_bytes + retained_bytes)
+    for v, tensor in zip(node.outputs, op.outputs, strict=True):
+        if is_open(tensor):
+            same = given[tensor.value_index] if op.type in LOOPS else None
+            base = home if same is None else same
+            home = v if base is None else home
+            values[v] = msgspec.structs.replace(values[v], size_bytes=retained_bytes if base is None else 0, base=base)
 
 
 class _OpaqueCost(NamedTuple):
@@ -214,7 +241,7 @@ class _OpaqueCost(NamedTuple):
 
 def _measure_opaque(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]) -> dict[int, _OpaqueCost]:
     """Cost of each op, and the bytes that it leaves allocated: run the step once to create its kernels and once to trace it."""
-    function = build_function(capture, keep_everything(capture.graph).plan)
+    function = build_function(capture, range(len(capture.members)))
     with progress.shown("measuring loops and nested functions"), restored(capture.trace.variables), grappler_off():
         function(*batch)
         events = trace_events(lambda: function(*batch))

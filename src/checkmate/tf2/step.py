@@ -278,4 +278,4 @@ def capture(
     check_model(model)
     specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
     compiled = Compiled(model, loss, optimizer)
-    return capture_with_costs(lambda: trace_step(compiled, compiled.step, specs), costs, model.name).graph
+    return capture_with_costs(trace_step(compiled, compiled.step, specs), costs, model.name).graph
