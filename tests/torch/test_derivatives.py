@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import checkmate.torch
-from checkmate.torch import measure_peak
+from checkmate.torch import GraphBreakError, measure_peak
 from tests.torch.steps import dynamo_settings
 from tests.torch.test_whole_step import same, trained
 
@@ -191,3 +191,15 @@ def test_a_plain_loop_with_derivatives_inside() -> None:
     expected = trained(lambda: eagerly(twin, theirs, batch), twin, theirs)
     with dynamo_settings(trace_autograd_ops=True):
         assert same(trained(lambda: eagerly(compiled, mine, batch), model, mine), expected)
+
+
+def test_what_dynamo_cannot_trace_is_told() -> None:
+    """A function is traced without Dynamo (`tests/torch/step/test_function.py`)."""
+
+    def laplacian(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = torch.func.vmap(torch.func.hessian(lambda at: net(at).squeeze()))(x)
+        return found.diagonal(dim1=1, dim2=2).sum(1).square().mean()
+
+    model = Loss(laplacian, 2)
+    with pytest.raises(GraphBreakError, match=r"(?s)one graph: .*hint: .*checkmate\.torch\.compile\(function, example"):
+        checkmate.torch.compile(model, None, torch.optim.AdamW(model.parameters()), example=batch(2), budget="60%")

@@ -15,7 +15,13 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -42,6 +48,9 @@ __all__ = [
     "run_and_save_rng_state",
     "run_with_rng_state",
 ]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of fake tensors if a number or a size depends on data."""
 
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 """Namespaces of collectives: ops that exchange data with other processes."""

@@ -1,9 +1,9 @@
 """An optimizer's step as ops of a graph, one per parameter.
 
-``checkmate::gradient_ready`` marks a gradient in the traced program. It has no side effect: AOTAutograd therefore leaves it in
-place. The pass `apply_optimizer_in_backward` replaces it by ``checkmate::update``, which overwrites the parameter by calling the
-optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's. In a module that runs a plan, one call of
-`update_parameters` may take the place of several updates.
+``checkmate::gradient_ready`` marks a gradient in the traced program, and stands for the parameter after its update. It has no
+side effect: AOTAutograd therefore leaves it in place. The pass `apply_optimizer_in_backward` replaces it by
+``checkmate::update``, which overwrites the parameter by calling the optimizer's own code: arithmetic, state and ``state_dict``
+are the optimizer's. In a module that runs a plan, one call of `update_parameters` may take the place of several updates.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def in_loops(graph: fx.Graph) -> bool:
 
 @torch.library.register_fake("checkmate::gradient_ready", lib=_library)
 def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
-    return gradient.new_empty(0)
+    return torch.empty_like(parameter)
 
 
 @torch.library.register_fake("checkmate::unscaling", lib=_library)
@@ -272,8 +272,8 @@ def _updates_separately(optimizer: optim.Optimizer, group: dict[str, Any]) -> bo
         return False
 
 
-def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why an optimizer's step cannot be split into one update per parameter, or None if it can."""
+def inseparable_reason(optimizer: optim.Optimizer) -> str | None:
+    """Why an optimizer's step cannot be split into one update per parameter, whatever has a gradient; None if it can."""
     name = type(optimizer).__name__
     if not updates_parameters_separately(optimizer):
         return f"{name} was not found to update each parameter independently of the others"
@@ -281,10 +281,17 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
         return f"{name} has differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks on its step, which would run once for every parameter"
+    return None
+
+
+def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why the step of a model cannot have its optimizer's updates in it, or None if it can."""
+    if (reason := inseparable_reason(optimizer)) is not None:
+        return reason
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if others:
-        return f"{name} does not update {others[0]!r}, whose gradient must therefore be kept"
+        return f"{type(optimizer).__name__} does not update {others[0]!r}, whose gradient must therefore be kept"
     if hooked := [n for n, p in model.named_parameters() if has_gradient_hook(p)]:
         return f"{hooked[0]!r} has a hook that is called with its gradient"
     return None

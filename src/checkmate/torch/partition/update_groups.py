@@ -67,14 +67,16 @@ def group_updates(
 
 
 def call_in_groups(module: fx.GraphModule, groups: Sequence[Group]) -> None:
-    """Replace the updates of a module that runs a plan by one call for each group, in place."""
+    """Replace the updates of a module that runs a plan by one call for each optimizer of a group, in place."""
     updates = iter(module.graph.find_nodes(op="call_function", target=UPDATE, sort=True))
     for group in groups:
         nodes = [next(updates) for _ in group]
-        _, gradients, keys, which = zip(*(node.args for node in nodes), strict=True)
-        with module.graph.inserting_before(nodes[-1]):
-            call = module.graph.call_function(update_parameters, (list(gradients), keys[0], which))
-        call.meta = {**nodes[-1].meta, WORKSPACE: sum(update.workspace_bytes for update in group)}
+        for key in dict.fromkeys(node.args[2] for node in nodes):
+            mine = [k for k, node in enumerate(nodes) if node.args[2] == key]
+            _, gradients, _, which = zip(*(nodes[k].args for k in mine), strict=True)
+            with module.graph.inserting_before(nodes[-1]):
+                call = module.graph.call_function(update_parameters, (list(gradients), key, which))
+            call.meta = {**nodes[-1].meta, WORKSPACE: sum(group[k].workspace_bytes for k in mine)}
         for node in nodes:
             module.graph.erase_node(node)
     module.recompile()

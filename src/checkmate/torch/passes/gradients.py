@@ -12,7 +12,7 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch.graph.op_properties import UNDEFINED, op_properties
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import extent, leaves, storage_key
-from checkmate.torch.graph.traced import caller, copy_graph, results
+from checkmate.torch.graph.traced import caller, copy_graph, results, retraced
 
 aten = torch.ops.aten
 
@@ -155,20 +155,32 @@ def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     the last op that does, and gradients are freed one by one. PyTorch has the same idea for eager mode, as hooks:
     ``torch.distributed.optim._apply_optimizer_in_backward``.
 
-    In place of the markers' results the module returns the loss again, because with dynamic shapes AOTAutograd requires every
-    output to be a tensor.
+    A function that steps its optimizers itself copies the markers' results to the parameters, for later ops and at its end: these
+    ops read the parameter. Other results are returned, with dynamic shapes as tensors: the module returns the loss again.
     """
     graph = module.graph
     markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
-    others = [out for out in results(module) if out not in markers]
+    others, copies = [out for out in results(module) if out not in markers], set[int]()  # the storages of copies
     for marker in markers:
-        loss = others[-1]
+        parameter = marker.args[0]
         with graph.inserting_before(marker):
             update = graph.call_function(UPDATE, marker.args, {})
         update.meta = {k: v for k, v in marker.meta.items() if k != "val"}
         update.meta["val"] = None
-        marker.replace_all_uses_with(loss)
+        for user in [user for user in marker.users if user.op != "output"]:
+            if user.target in (aten.copy.default, aten.copy_.default):
+                copies.update(_storages([user]) - _storages([parameter]))
+                user.replace_all_uses_with(parameter)
+                graph.erase_node(user)
+            else:
+                user.replace_input_with(marker, parameter)
+        marker.replace_all_uses_with(others[-1] if others else None)
         graph.erase_node(marker)
+    for node in list(graph.nodes) if copies else ():
+        if node.target is aten.copy_.default and node.args[0] is node.args[1]:  # after the last of several updates
+            graph.erase_node(node)
+        elif node.op == "call_function" and not copies.isdisjoint(_storages([node])):  # a view of a copy, now of the parameter
+            node.meta["val"] = retraced(node, leaves(node.meta["val"])[0].fake_mode)  # type: ignore[attr-defined]
     _hoist(graph)
     graph.lint()
     module.recompile()
@@ -185,9 +197,7 @@ def _hoist(graph: fx.Graph) -> None:
     for node in [n for n in calls if (known := op_properties(n)).mutates == (0,) and not known.sequenced]:
         target = node.args[0]
         assert isinstance(target, fx.Node)
-        before = [r for key in _storages([target]) for r in readers[key] if r is not node and r.op == "call_function"]
-        if any(order[r] > order[node] for r in before):
-            continue  # a later op reads the new value: a move could pass an op that must read the old one
+        before = [r for key in _storages([target]) for r in readers[key] if order[r] < order[node] and r.op == "call_function"]
         last = max([*before, *node.all_input_nodes], key=order.__getitem__)
         if last.op != "placeholder":
             last.append(node)

@@ -22,14 +22,18 @@ Example = Sequence[Any] | Mapping[str, Any]
 """A batch: positional arguments with the loss's target last, or keyword arguments of the model."""
 
 
-def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, example: Example) -> None:
-    """Check a model, a loss, an optimizer and an example for a step."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(f"model={_name(model)} is not a module", hint="give an instance of torch.nn.Module")
+def validate_arguments(model: object, loss: Loss | None, optimizer: object, example: Example) -> None:
+    """Check a model or a function, a loss, an optimizer and an example for a step."""
+    if not isinstance(model, nn.Module) and (not callable(model) or isinstance(model, type)):
+        hint = "give an instance of torch.nn.Module, or a function that computes the step"
+        raise OptionError(f"model={_name(model)} is not a module", hint=hint)
     _check_loss(loss)
     _check_optimizer(optimizer)
     _check_example(example, loss is not None)
     refuse_inference_mode()
+    if not isinstance(model, nn.Module):
+        _check_function(model, loss is not None or optimizer is not None, example)
+        return
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(parameter):
             raise OptionError(
@@ -60,6 +64,20 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
             f"model={type(model).__name__} is called with the elements of the example{rest}: {refused}; "
             f"the example has {described(example)}",
             hint=hint,
+        )
+
+
+def _check_function(function: Callable[..., Any], has_more: bool, example: Example) -> None:
+    if has_more:
+        raise OptionError(
+            f"model={_name(function)} is not a module; a function is the whole step, without a loss and an optimizer",
+            hint="call loss.backward() and optimizer.step() in the function, or give an instance of torch.nn.Module",
+        )
+    refused = _refused(function, *(((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})))
+    if refused:
+        raise OptionError(
+            f"{_name(function)} is called with the elements of the example: {refused}; the example has {described(example)}",
+            hint="give the arguments of the function one by one, such as example=(x, y), or by name, as a mapping",
         )
 
 

@@ -228,16 +228,17 @@ class StepSpec:
 
     program: Program  # to trace
     forward: Program  # model and loss alone
-    finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and the rest of the step
+    finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor | None]]  # runs the compiled program and the rest of the step
     whole: bool = False  # whether the optimizer's updates are in the program
     traced: Callable[[], AbstractContextManager[None]] = nullcontext  # context in which it is traced
+    flat: bool = False  # whether it takes its own gradients, and is traced with them without Dynamo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecipe:
     """A training step as a user describes it, by the arguments of `checkmate.torch.compile`."""
 
-    model: torch.nn.Module
+    model: torch.nn.Module | Callable[..., Any]  # or a function that is the step
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     example: Example
@@ -256,6 +257,8 @@ class StepRecipe:
 
     def spec(self) -> StepSpec:
         """The step, whole if possible; refused if it has to be whole and cannot."""
+        if not isinstance(self.model, torch.nn.Module):
+            return self._spec_of_function(self.model)
         self._check()
         optimizer = self.optimizer
         forward = self._cast(forward_program(self.model, self.loss, outputs=self.outputs == "held"))
@@ -281,6 +284,14 @@ class StepRecipe:
             _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
         scaler = self.scaler or torch.amp.GradScaler(enabled=False)
         return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm, scaler))
+
+    def _spec_of_function(self, function: Callable[..., Any]) -> StepSpec:
+        given = [n for n in ("whole", "clip_norm", "autocast") if getattr(self, n) is not None]
+        given += ["micro_batches"] if self.micro_batches != 1 else []
+        if given:
+            raise OptionError(f"{given[0]} is for a model, and the step is a function", hint="write it into the function")
+
+        return StepSpec(function, function, lambda run: (run(), None), whole=True, flat=True)
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, called with the example; a plain loop compiles it."""
@@ -311,7 +322,7 @@ class StepRecipe:
     def device(self) -> torch.device:
         """The device of the step: of the batch and of all that is trained."""
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
-        tensors += [p for p in self.model.parameters() if p.requires_grad]
+        tensors += [p for p in self.model.parameters() if p.requires_grad] if isinstance(self.model, torch.nn.Module) else []
         return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
     @property
@@ -324,6 +335,7 @@ class StepRecipe:
         clip_norm = self.clip_norm
         if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
             raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
+        assert isinstance(self.model, torch.nn.Module)
         if isinstance(self.model, DistributedDataParallel) or uses_fsdp(self.model):
             raise OptionError(
                 "DistributedDataParallel and fully_shard exchange gradients and parameters between graphs, so that no one graph "

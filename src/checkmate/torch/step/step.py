@@ -33,7 +33,7 @@ from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions
 from checkmate.torch.step.arguments import BatchLayout, Example, Loss, refuse_inference_mode, refuse_untrainable, warn_of_clipping
 from checkmate.torch.step.planned_step import Planned
 from checkmate.torch.step.recipe import StepRecipe, check_micro_batches
-from checkmate.torch.step.tracing import StopAfterCapture, run_as_one_graph, trace_step
+from checkmate.torch.step.tracing import StopAfterCapture, compiled_program, run_as_one_graph, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
 _log = logging.getLogger("checkmate.torch")
@@ -86,7 +86,7 @@ class Step(Planned):
                 now = replace(options, plan=given if not compiled.planned else None)
                 return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
 
-            self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
+            self._run = compiled_program(spec, backend, dynamic=dynamic)
             run_as_one_graph(self._run, spec, recipe.example)
         self.graph, self.result = compiled.planned[0]
 
@@ -117,7 +117,8 @@ class Step(Planned):
         if self.whole:
             tensors = [t for t in pytree.tree_leaves((prediction, loss)) if isinstance(t, torch.Tensor)]
             self._compiled.returned = [weakref.ref(t.untyped_storage()) for t in tensors]
-        return prediction if self._own_loss and prediction is not None else (prediction, loss)
+        own = self._own_loss and (prediction is not None or loss is None)
+        return prediction if own else (prediction, loss)
 
     if not TYPE_CHECKING:
 
@@ -148,7 +149,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 @takes_options(StepOptions, Options, StepRecipe, elsewhere=_ELSEWHERE, dynamic=False, inductor_options=None)
 def compile(  # noqa: A001 - named like torch.compile
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[..., Any],
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *by_position: Never,
@@ -195,7 +196,8 @@ def compile(  # noqa: A001 - named like torch.compile
         )
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
-    refuse_untrainable(model)
+    if isinstance(model, torch.nn.Module):
+        refuse_untrainable(model)
     checked = Options(budget=budget, **fields_of(Options, options))
     whole = _whole(recipe, checked)
     if recipe.autocast is torch.float16 and optimizer is not None and not recipe.is_scaled:
@@ -208,7 +210,7 @@ def compile(  # noqa: A001 - named like torch.compile
 
 @takes_options(GraphOptions, Options, StepRecipe)
 def capture(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[..., Any],
     loss: Loss | None = None,
     *,
     example: Example,
@@ -260,7 +262,7 @@ def capture(
             step = trace_step(replace(recipe, example=batch).spec(), batch, checked, target)
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0)).graph
-    return msgspec.structs.replace(graph, name=type(model).__name__)
+    return msgspec.structs.replace(graph, name=getattr(model, "__name__", type(model).__name__))
 
 
 def _whole(recipe: StepRecipe, options: Options) -> bool | None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.torch._compat import replaced
-from checkmate.torch._compat.dispatch import FakeTensor, fake_mode_with_numbers
+from checkmate.torch._compat.dispatch import DATA_DEPENDENT, FakeTensor, fake_mode_with_numbers
 from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, UserError, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import ChunkableStep
@@ -28,6 +28,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
 from checkmate.torch.step.arguments import Example, described
+from checkmate.torch.step.function import Backend, FlatProgram
 from checkmate.torch.step.recipe import StepSpec
 
 _DYNAMO_CONFIG = {
@@ -83,12 +84,19 @@ def trace_step(spec: StepSpec, batch: Example, options: Options, target: Emulate
     with StopAfterCapture() as stop, rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
         backend = functools.partial(compile_graph, options=options, hooks=hooks)
-        run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), spec, batch)
+        run_as_one_graph(compiled_program(spec, backend), spec, batch)
     if stop.step is None:
         raise GraphError(
             "the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
     return stop.step
+
+
+def compiled_program(spec: StepSpec, backend: Backend, *, dynamic: bool = False) -> Callable[..., Any]:
+    """The program of a step, which a backend compiles at its first call and for each new shape."""
+    if spec.flat:
+        return FlatProgram(spec.program, backend, _untraceable)
+    return torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, example: str = "") -> Any:
@@ -110,13 +118,12 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
         own = _own_error(spec, args, kwargs)
         if own is not None:
             raise _refusal(own, batch, example) from None
-        if isinstance(error, TorchRuntimeError):
-            raise
-        raise GraphBreakError(
-            f"the step cannot be traced as one graph: {_describe_break(error)}",
-            hint="move the operation that breaks the graph out of the model, or use torch.compile(model, backend='checkmate'), "
-            "which plans each part",
-        ) from error
+        hint = "move the operation that breaks the graph out of the model, or use torch.compile(model, backend='checkmate'), "
+        hint += "which plans each part"
+        if isinstance(error, TorchRuntimeError):  # Dynamo fails, and not the model
+            hint = "trace the step without Dynamo, as a function with loss.backward(), optimizer.step() and "
+            hint += "optimizer.zero_grad() in it: checkmate.torch.compile(function, example=(x, y), budget=...)"
+        raise GraphBreakError(f"the step cannot be traced as one graph: {_describe_break(error)}", hint=hint) from error
 
 
 def _without_log_of_shapes() -> contextlib.AbstractContextManager[None]:
@@ -138,23 +145,37 @@ def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
-def _refusal(own: Exception, batch: Example, example: str) -> CheckmateError:
-    """The error of model or loss in one sentence, with the place in the user's code."""
-    if isinstance(own, CheckmateError):
-        return own
-    frames = traceback.extract_tb(own.__traceback__)
+def _raised(error: Exception) -> str:
+    """An error in one sentence, with the place in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
     ours = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     of_user = [f for f in frames if not f.filename.startswith(ours)]
     where = f", at {(f := of_user[-1]).filename}:{f.lineno}: `{f.line}`" if of_user else ""
-    why = (str(own).splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}{where}"
+
+
+def _untraceable(error: Exception) -> CheckmateError:
+    """The error of a function that is traced without Dynamo."""
+    if isinstance(error, CheckmateError):
+        return error
+    told, hint = in_words(error), "check that the function runs for the example, and that it calls ops of PyTorch only"
+    if isinstance(error, DATA_DEPENDENT):
+        hint = "keep the number a tensor, such as by torch.where in place of `if`; or return it, and read it after the step"
+    return told or GraphBreakError(f"the function cannot be traced as one graph: {_raised(error)}", hint=hint)
+
+
+def _refusal(own: Exception, batch: Example, example: str) -> CheckmateError:
+    """The error of model or loss in one sentence."""
+    if isinstance(own, CheckmateError):
+        return own
     other = f", and the example was {example}" if example and example != described(batch) else ""
     return OptionError(
-        f"model and loss raise {type(own).__name__}: {why}{where}; they are called with {described(batch)}{other}",
+        f"model and loss raise {_raised(own)}; they are called with {described(batch)}{other}",
         hint="give a batch like the example" if other else "check that loss(model(x), y) runs for the example",
     )
 
 
-def _describe_break(error: Unsupported | UserError) -> str:
+def _describe_break(error: Unsupported | UserError | TorchRuntimeError) -> str:
     """Reason and place of a graph break in one line; torch's full text stays as the cause of the exception."""
     why = str(error).split("\n", 1)[0]
     frame = next(reversed(getattr(error, "real_stack", None) or ()), None)
