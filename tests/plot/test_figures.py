@@ -82,6 +82,7 @@ def test_svg_follows_the_theme_and_is_the_same_each_time():
     def draw():
         figure = Figure(layout="constrained")
         memory_timeline(figure.subplots(), simulate(chain(), plan(AGAIN)), title="chain")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False)  # text of the figure, not of its axes
         return themed_svg(figure)
 
     text = draw()
@@ -89,6 +90,7 @@ def test_svg_follows_the_theme_and_is_the_same_each_time():
     assert "currentColor" in text
     assert "prefers-color-scheme: dark" in text
     assert not re.search(r"fill: ?#(000000|ffffff)", text)
+    assert all("currentColor" in line for line in text.splitlines() if "<text" in line)
     assert text == draw()
 
 

@@ -13,8 +13,10 @@ from checkmate import (
     Free,
     Graph,
     Limits,
+    Op,
     Plan,
     Problem,
+    Value,
     WrongGraphError,
     compare,
     explain,
@@ -111,12 +113,61 @@ def test_a_mib_is_worth_what_the_neighbours_say():
         explain(other, keep_all, curve=curve)
 
 
+def two_layers():
+    """The graph of two equal layers: a product and an activation each, and their backward."""
+    kinds = [("mm", 64_000_000), ("gelu", 640_000)]
+    ops = [
+        Op(
+            f"{kind}{n}",
+            (2 * n + k - 1,) if n or k else (),
+            (2 * n + k,),
+            cost,
+            kind=f"aten.{kind}.default",
+            source=f"net.{n}.{kind}, m.py:3",
+        )
+        for n in range(2)
+        for k, (kind, cost) in enumerate(kinds)
+    ]
+    ops += [Op(f"grad{k}", (k, 4 + (3 - k) - 1) if k < 3 else (k,), (7 - k,), 100, phase="backward") for k in range(3, -1, -1)]
+    return Graph(tuple(ops), tuple(Value(f"v{i}", 64 * 2**20) for i in range(8)))
+
+
+def test_lessons_name_what_is_kept_and_where_layers_differ():
+    """A person who checkpoints by hand needs kinds of ops, layers and a price, not a list of tensors."""
+    graph = two_layers()
+    activation = 1
+    once = Plan.from_order(graph, range(8))
+    again = Plan.from_order(graph, [0, 1, 2, 3, 4, 5, activation, 6, 7])
+    assert explain(graph, once).lessons == (
+        "keep matrix products (128.00 MiB), gelu (128.00 MiB)",
+        "layers of `net`: 0 to 1 keep everything",
+        "one MiB less costs about 10.0 µs (recompute `gelu0` in net.0.gelu)",
+    )
+    assert explain(graph, again).lessons == (
+        "keep matrix products (128.00 MiB); recompute a part of gelu (50% of 128.00 MiB)",
+        "layers of `net`: 0 recompute gelu; 1 keep everything",
+        "one MiB less costs about 10.0 µs (recompute `gelu1` in net.1.gelu); "
+        "one MiB more saves about 10.0 µs (keep `gelu0` in net.0.gelu)",
+    )
+
+
+@given(drawn=graphs_and_orders())
+def test_lessons_are_of_bytes_that_the_plan_has(drawn):
+    """No kind of op has more bytes than its values, for any graph and plan."""
+    graph, order = drawn
+    told = explain(graph, Plan.from_order(graph, order)).lessons
+    assert len(told) in (0, 2)  # no modules have numbers
+    assert bool(told) >= any(
+        order.count(o) > 1 and graph.values[v].size_bytes for o, op in enumerate(graph.ops) for v in op.outputs
+    )
+
+
 def test_the_text_is_short():
     """Ten lines a list, and the rest in one."""
     graph = transformer(4)
     plan = solve(Problem(graph, "50%")).plan
     text = str(explain(graph, plan))
-    assert len(text.splitlines()) <= 25
+    assert len(text.splitlines()) <= 28
     assert "more" in text
     assert str(compare(graph, plan, Plan.from_order(graph, range(len(graph.ops)))))
 

@@ -66,7 +66,7 @@ def application() -> App:
 
     app = App(
         name="checkmate",
-        help="Run a training step within a memory budget: the cheapest plan that fits, with a proven optimality gap.",
+        help="The cheapest plan found for a training step within a memory budget, with a proven gap.",
         version=checkmate.__version__,
         help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=Box("    \n" * 8), padding=(0, 0))),
         help_format="markdown",

@@ -21,7 +21,7 @@ from checkmate.studies.explain import explain as explanation_of
 
 
 def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Count = 10, json: terminal.Json = False) -> int:
-    """List the contents of a plan's peak with reasons, the recomputed ops, and the cost of a MiB less.
+    """List ops to keep and to recompute, the contents of a plan's peak with reasons, and the cost of a MiB less.
 
     Args:
         graph: Graph file.
@@ -42,6 +42,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Coun
             **terminal.picked(found, "cost", "cost_unit", "overhead"),
             "computed_again": [remat._asdict() for remat in found.remats],
             **terminal.picked(found, "dearer_per_mib", "cheaper_per_mib"),
+            "lessons": list(found.lessons),
         },
         facts=[("graph", str(amounts))],
         lines=["", *found.render(most).split("\n")],

@@ -176,10 +176,10 @@ def themed_svg(figure: Figure) -> str:
     """
     stream, ink = io.StringIO(), "#010203"  # a colour that no figure has stands for that of the theme
     figure.patch.set_alpha(0.0)
+    for text in figure.findobj(Text):
+        text.set_color(ink)
     for ax in figure.axes:
         ax.patch.set_alpha(0.0)
-        for text in ax.findobj(Text):
-            text.set_color(ink)
         for spine in ax.spines.values():
             spine.set_edgecolor(ink)
         ax.tick_params(color=ink, labelcolor=ink)

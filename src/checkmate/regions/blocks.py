@@ -6,7 +6,6 @@ A region has the ops of one module, in the order of its forward.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan, Step
 from checkmate.core.simulate import simulate
-from checkmate.studies.explain import module_of
-
-_NUMBERED = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")  # a path up to its first part that is a number
+from checkmate.studies.lessons import layer_of, module_of
 
 Call = tuple[str, int]
 """Kind of an op, and number of earlier ops of that kind in the region: selective checkpointing identifies ops by these."""
@@ -60,7 +57,7 @@ def find_regions(graph: Graph, patterns: Sequence[str] | None = None) -> tuple[R
 
 
 def _numbered(paths: Sequence[str]) -> list[str]:
-    found = list(dict.fromkeys(match[0] for path in paths if (match := _NUMBERED.match(path))))
+    found = list(dict.fromkeys(layer for path in paths if (layer := layer_of(path))))
     siblings = Counter(name.rpartition(".")[0] for name in found)
     names = [name for name in found if siblings[name.rpartition(".")[0]] > 1]
     if not names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
+from checkmate.studies.lessons import lessons, module_of
 from checkmate.studies.lifetimes import StorageLifetime, replays, storage_lifetimes
 
 Kind = Literal["resident", "value", "workspace", "replay"]
@@ -76,6 +76,7 @@ class Explanation:
         dearer_per_mib: Cost of one MiB less, by the next plan of the curve with a lower peak; None without one.
         cheaper_per_mib: Saving of one MiB more, by the next plan with a higher peak; None without one.
         has_curve: Whether a curve was given.
+        lessons: Sentences on the kinds of ops and the layers that the plan keeps or recomputes, and on the price of a MiB.
     """
 
     peak_bytes: int
@@ -90,6 +91,7 @@ class Explanation:
     dearer_per_mib: float | None
     cheaper_per_mib: float | None
     has_curve: bool
+    lessons: tuple[str, ...] = ()
 
     def render(self, most: int = 10) -> str:
         """The explanation as text.
@@ -97,7 +99,10 @@ class Explanation:
         Args:
             most: Most lines of each list.
         """
-        lines = [f"peak {format_bytes(self.peak_bytes)} at step {self.peak_step}, while {self.peak_name or 'nothing'} runs"]
+        lines = [
+            *self.lessons,
+            f"peak {format_bytes(self.peak_bytes)} at step {self.peak_step}, while {self.peak_name or 'nothing'} runs",
+        ]
         lines += listed([(h.size_bytes, f"{h.name}{_at(h.source)}: {h.why}") for h in self.held], format_bytes, most)
         again = sum(r.cost for r in self.remats)
         lines.append(
@@ -172,6 +177,7 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
         dearer_per_mib=dearer,
         cheaper_per_mib=cheaper,
         has_curve=curve is not None,
+        lessons=lessons(graph, plan)[: None if curve is None else -1],
     )
 
 
@@ -247,16 +253,6 @@ def remats_by_module(graph: Graph, plan: Plan) -> tuple[ModuleRemats, ...]:
             group[index] += amount
     found = (ModuleRemats(name, *counts) for name, counts in groups.items())
     return tuple(sorted(found, key=lambda group: (-group.cost, group.name)))
-
-
-def module_of(source: str) -> str:
-    """The module path of a source, without its file and line; the source itself if it has no path.
-
-    Examples:
-        >>> module_of("transformer.h.0.mlp, model.py:12"), module_of("model.py:12")
-        ('transformer.h.0.mlp', 'model.py:12')
-    """
-    return re.sub(r", [^,]*:\d+$", "", source)
 
 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -77,6 +78,24 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
     return tuple(
         StorageLifetime(v, p, gone.get(k, never), category, tuple(reads[k]), k in kept) for k, (v, p, category) in enumerate(made)
     )
+
+
+def saved_for_backward(graph: Graph, plan: Plan, lives: Sequence[StorageLifetime]) -> list[StorageLifetime]:
+    """The lifetimes, of those of a plan, of storages with bytes that the backward reads and that were made before it begins."""
+    ops = [step.op if isinstance(step, Compute) else None for step in plan.steps]
+    begins = next((p for p, op in enumerate(ops) if op is not None and _begins_backward(graph, op)), len(ops))
+
+    def read_later(life: StorageLifetime) -> bool:
+        return any(p >= begins and ops[p] != graph.boundary for p in life.reads)  # the boundary reads the forward's outputs
+
+    return [life for life in lives if graph.values[life.value].size_bytes and life.made_at < begins and read_later(life)]
+
+
+def _begins_backward(graph: Graph, op: int) -> bool:
+    # Constants of the backward, for example the gradient of the loss, and views of parameters may be made at any time.
+    reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
+    allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)
+    return op == graph.boundary or (graph.ops[op].phase == "backward" and allocates)
 
 
 class Replay(NamedTuple):

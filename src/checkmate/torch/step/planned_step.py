@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.planner import keep_everything
 from checkmate.report import html_report
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
+from checkmate.studies.lifetimes import saved_for_backward, storage_lifetimes
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -155,31 +156,10 @@ class StepExplanation:
 
 def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
     """Storages that are written before the backward begins and read in it, and not freed or recomputed in between."""
-    live: set[int] = set()
-    found: dict[int, None] = {}
-    backward = False
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            op = graph.ops[step.op]
-            backward = backward or _begins_backward(graph, step.op)
-            if backward:
-                reads = () if step.op == graph.boundary else op.inputs
-                found.update((graph.root[v], None) for v in reads if v in live)
-                live.difference_update(op.outputs)
-            else:
-                live.update(op.outputs)
-        else:
-            live.discard(step.value)
+    found = dict.fromkeys(life.value for life in saved_for_backward(graph, plan, storage_lifetimes(graph, plan)))
     values = ((graph.values[v], graph.ops[graph.producer[v]]) for v in found)
-    rows = [Saved(value.name, op.kind, value.size_bytes, op.source) for value, op in values if value.size_bytes]
+    rows = [Saved(value.name, op.kind, value.size_bytes, op.source) for value, op in values]
     return sorted(rows, key=lambda s: (-s.size_bytes, s.name))
-
-
-def _begins_backward(graph: Graph, op: int) -> bool:
-    # Constants of the backward, for example the gradient of the loss, and views of parameters may be made at any time.
-    reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
-    allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)
-    return op == graph.boundary or (graph.ops[op].phase == "backward" and allocates)
 
 
 def _at(source: str) -> str:
