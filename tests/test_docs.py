@@ -45,6 +45,18 @@ def test_internal_links_resolve(page):
     assert [target for folder, target in here if not (folder / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent != ROOT], ids=page_id)
+def test_code_fits_in_88_columns(page):
+    """A column of the site is as wide beside its sidebars: longer lines would be broken anywhere."""
+    fence, long = None, []
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence and not fence.startswith(("```{toctree}", "```{image}", "```{eval-rst}")) and len(line) > 88:
+            long.append(line)
+    assert long == []
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)
 def test_examples_run(page):
     """The examples of a page are one session, and print what the page says."""

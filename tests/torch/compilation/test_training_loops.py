@@ -426,3 +426,25 @@ def test_no_gradient_is_none_for_eager_code_in_the_first_step_too() -> None:
         run(torch.randn(4, 8))[0].backward()
         assert scale.grad is None
     assert _Two.noted == [(False, True)] * 3
+
+
+class Masked(Residual):
+    """A model with a graph of its own for a mask, which depends on no input, once it is evaluated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(64, 64).tril() if not self.training else None
+        torch._dynamo.graph_break()
+        return super().forward(x if mask is None else x @ mask)
+
+
+def test_an_evaluation_may_begin_with_a_graph_without_inputs() -> None:
+    """Once the memory of a training step is known, such graphs are planned as well; BigBird makes its masks in one."""
+    model = Masked()
+    training = Training(model, torch.compile(model, backend="checkmate", options={"budget": "60%", **QUICK}))
+    (batch,) = batches(1)
+    for _ in range(2):
+        model.zero_grad()
+        training.backward(batch)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(training.run(batch[0]), model(batch[0]))
