@@ -267,7 +267,7 @@ class StepRecipe:
             reason = "whole=False"
         if optimizer is not None and reason is None:
             updates = Updates(optimizer)
-            scaling = Scaling(self.scaler, self.device) if self.is_scaled else None
+            scaling = None if self.active_scaler is None else Scaling(self.active_scaler, self.device)
             scale = None if scaling is None else scaling.scale
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm, scale=scale)
             if self.clip_norm is not None or scaling is not None:
@@ -326,9 +326,9 @@ class StepRecipe:
         return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether the loss is scaled before its gradients are taken."""
-        return self.scaler is not None and self.scaler.is_enabled()
+    def active_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler, unless it is off."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _check(self) -> None:
         check_micro_batches(self.example, self.micro_batches)

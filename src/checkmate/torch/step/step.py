@@ -200,7 +200,7 @@ def compile(  # noqa: A001 - named like torch.compile
         refuse_untrainable(model)
     checked = Options(budget=budget, **fields_of(Options, options))
     whole = _whole(recipe, checked)
-    if recipe.autocast is torch.float16 and optimizer is not None and not recipe.is_scaled:
+    if recipe.autocast is torch.float16 and optimizer is not None and recipe.active_scaler is None:
         raise OptionError(
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or give scaler=torch.amp.GradScaler()",
@@ -278,7 +278,7 @@ def _whole(recipe: StepRecipe, options: Options) -> bool | None:
     if options.compiler == "inductor":
         whole = whole or (recipe.micro_batches > 1 and whole is None)
         reason = uncompiled_reason(recipe.optimizer) if whole and recipe.optimizer is not None else None
-        reason = "a scaler decides on them in each step" if whole and recipe.is_scaled else reason
+        reason = "a scaler decides on them in each step" if whole and recipe.active_scaler is not None else reason
         if reason is not None:
             raise OptionError(
                 f"compiler='inductor' cannot compile the updates of a whole step: {reason}",
