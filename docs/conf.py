@@ -14,7 +14,12 @@ version = release = checkmate.__version__
 
 extensions = [
     *("myst_nb", "sphinx_design", "sphinx_copybutton"),
-    *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
+    *(
+        "sphinx.ext.autodoc",
+        "sphinx.ext.autosummary",
+        "sphinx.ext.napoleon",
+        "sphinx.ext.viewcode",
+    ),
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
@@ -40,11 +45,20 @@ html_theme_options = {
     "navigation_with_keys": False,
 }
 html_show_sourcelink = False
-html_sidebars = {page: [] for page in ("*", "benchmarks/*", "explanation/*", "upstream/*")}  # sections of one page
+html_sidebars = {
+    page: [] for page in ("*", "benchmarks/*", "explanation/*", "upstream/*")
+}  # sections of one page
 html_sidebars |= {"how-to/coming-from": [], "how-to/train-with-model-fit": []}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+_about = "The cheapest plan found for a training step within a memory budget, with a proven gap."
+myst_html_meta = {
+    "description": _about,
+    "property=og:title": "Checkmate",
+    "property=og:description": _about,
+    "property=og:image": "https://github.com/checkmate-remat/checkmate/raw/main/docs/_static/card.png",
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -69,14 +83,27 @@ nb_output_stderr = "remove"  # lines of progress
 def _with_summaries(_app: Any, page: str, source: list[str]) -> None:
     """Begin each group of names in the reference with a table of them."""
     if page.startswith("reference/"):
-        names = re.compile(r"^\.\. auto(?:function|class|exception):: (.+)$", re.MULTILINE)
+        names = re.compile(
+            r"^\.\. auto(?:function|class|exception):: (.+)$", re.MULTILINE
+        )
 
         def table(block: re.Match[str]) -> str:
             lines = [f"   {name}\n" for name in names.findall(block[2])]
             head = ".. autosummary::\n   :nosignatures:\n\n" if len(lines) > 2 else ""
-            return block[1] + head + "".join(lines if head else []) + "\n" * bool(head) + block[2]
+            return (
+                block[1]
+                + head
+                + "".join(lines if head else [])
+                + "\n" * bool(head)
+                + block[2]
+            )
 
-        source[0] = re.sub(r"(^```\{eval-rst\}\n)(.*?)(?=^```)", table, source[0], flags=re.MULTILINE | re.DOTALL)
+        source[0] = re.sub(
+            r"(^```\{eval-rst\}\n)(.*?)(?=^```)",
+            table,
+            source[0],
+            flags=re.MULTILINE | re.DOTALL,
+        )
 
 
 def _leave_decisions_out_of_search(_app: Any, env: Any) -> None:

@@ -73,12 +73,17 @@ class Layout:
 
 def panels() -> list[Panel]:
     """A panel for each contract of type `layers`, in the order of `pyproject.toml`."""
-    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph(
+        PACKAGE, exclude_type_checking_imports=True, cache_dir=None
+    )
     contracts = tomllib.loads(PROJECT.read_text())["tool"]["importlinter"]["contracts"]
     found: list[Panel] = []
     for contract in contracts:
         if contract["type"] == "layers":
-            found += [_panel(graph, container, contract["layers"]) for container in contract.get("containers", [""])]
+            found += [
+                _panel(graph, container, contract["layers"])
+                for container in contract.get("containers", [""])
+            ]
     return found
 
 
@@ -96,17 +101,32 @@ def _panel(graph: grimp.ImportGraph, container: str, layers: Iterable[str]) -> P
             if source and target and source != target:
                 edges.add((source, target))
     title = root if container else f"{root}: layers"
-    return Panel(title, rows, {name: _size(graph, f"{root}.{name}") for name in boxes}, _reduced(edges))
+    return Panel(
+        title,
+        rows,
+        {name: _size(graph, f"{root}.{name}") for name in boxes},
+        _reduced(edges),
+    )
 
 
 def _box(module: str, root: str, boxes: set[str]) -> str | None:
-    name = module.removeprefix(f"{root}.").split(".")[0] if module.startswith(f"{root}.") else None
+    name = (
+        module.removeprefix(f"{root}.").split(".")[0]
+        if module.startswith(f"{root}.")
+        else None
+    )
     return name if name in boxes else None
 
 
 def _size(graph: grimp.ImportGraph, module: str) -> str:
     """How many modules a package has, itself not counted."""
-    inside = len([name for name in graph.find_descendants(module) if not graph.find_children(name)])
+    inside = len(
+        [
+            name
+            for name in graph.find_descendants(module)
+            if not graph.find_children(name)
+        ]
+    )
     return f"{inside} module{'s' * (inside > 1)}" if inside else "module"
 
 
@@ -117,16 +137,27 @@ def _reduced(edges: set[Edge]) -> tuple[Edge, ...]:
         below.setdefault(source, set()).add(target)
 
     def reaches(source: str, target: str) -> bool:
-        return target in below.get(source, ()) or any(reaches(middle, target) for middle in below.get(source, ()))
+        return target in below.get(source, ()) or any(
+            reaches(middle, target) for middle in below.get(source, ())
+        )
 
-    return tuple(sorted((s, t) for s, t in edges if not any(reaches(middle, t) for middle in below[s] if middle != t)))
+    return tuple(
+        sorted(
+            (s, t)
+            for s, t in edges
+            if not any(reaches(middle, t) for middle in below[s] if middle != t)
+        )
+    )
 
 
 def _arranged(panel: Panel) -> Layout:
     """Order and positions of the boxes of a panel, and of the bends of its long arrows."""
     at = {name: row for row, names in enumerate(panel.rows) for name in names}
     rows = [list(names) for names in panel.rows]
-    widths = {name: max(8.2 * len(_shown(name, size)) + 18, 6.2 * len(size) + 22) for name, size in panel.sizes.items()}
+    widths = {
+        name: max(8.2 * len(_shown(name, size)) + 18, 6.2 * len(size) + 22)
+        for name, size in panel.sizes.items()
+    }
     links: list[Edge] = []
     for source, target in panel.edges:
         before = source
@@ -149,12 +180,25 @@ def _ordered(rows: list[list[str]], links: list[Edge]) -> list[list[str]]:
         down = sweep % 2 == 0
         neighbours: dict[str, list[str]] = {}
         for source, target in links:
-            neighbours.setdefault(target if down else source, []).append(source if down else target)
+            neighbours.setdefault(target if down else source, []).append(
+                source if down else target
+            )
         for row in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
             other = rows[row - 1 if down else row + 1]
-            place = {name: position / max(1, len(other) - 1) for position, name in enumerate(other)}
-            now = {name: position / max(1, len(rows[row]) - 1) for position, name in enumerate(rows[row])}
-            means = {name: _mean([place[other] for other in neighbours.get(name, ())] or [now[name]]) for name in rows[row]}
+            place = {
+                name: position / max(1, len(other) - 1)
+                for position, name in enumerate(other)
+            }
+            now = {
+                name: position / max(1, len(rows[row]) - 1)
+                for position, name in enumerate(rows[row])
+            }
+            means = {
+                name: _mean(
+                    [place[other] for other in neighbours.get(name, ())] or [now[name]]
+                )
+                for name in rows[row]
+            }
             rows[row].sort(key=means.__getitem__)
         crossings = _crossings(rows, links)
         if crossings < fewest:
@@ -163,9 +207,17 @@ def _ordered(rows: list[list[str]], links: list[Edge]) -> list[list[str]]:
 
 
 def _crossings(rows: list[list[str]], links: list[Edge]) -> int:
-    place = {name: (row, position) for row, names in enumerate(rows) for position, name in enumerate(names)}
+    place = {
+        name: (row, position)
+        for row, names in enumerate(rows)
+        for position, name in enumerate(names)
+    }
     ends = sorted((place[s][0], place[s][1], place[t][1]) for s, t in links)
-    return sum(a[0] == b[0] and a[1] < b[1] and a[2] > b[2] for i, a in enumerate(ends) for b in ends[i + 1 :])
+    return sum(
+        a[0] == b[0] and a[1] < b[1] and a[2] > b[2]
+        for i, a in enumerate(ends)
+        for b in ends[i + 1 :]
+    )
 
 
 def _place(layout: Layout) -> None:
@@ -176,13 +228,24 @@ def _place(layout: Layout) -> None:
         neighbours[target].append(source)
     for row in layout.rows:
         offsets = _offsets(layout, row)
-        layout.x |= {name: offset - offsets[-1] / 2 for name, offset in zip(row, offsets, strict=True)}
+        layout.x |= {
+            name: offset - offsets[-1] / 2
+            for name, offset in zip(row, offsets, strict=True)
+        }
     for sweep in range(60):
         for row in layout.rows if sweep % 2 else reversed(layout.rows):
-            wanted = [_mean([layout.x[n] for n in neighbours[name]] or [layout.x[name]]) for name in row]
+            wanted = [
+                _mean([layout.x[n] for n in neighbours[name]] or [layout.x[name]])
+                for name in row
+            ]
             offsets = _offsets(layout, row)
-            fitted = _ascending([w - offset for w, offset in zip(wanted, offsets, strict=True)])
-            layout.x |= {name: base + offset for name, base, offset in zip(row, fitted, offsets, strict=True)}
+            fitted = _ascending(
+                [w - offset for w, offset in zip(wanted, offsets, strict=True)]
+            )
+            layout.x |= {
+                name: base + offset
+                for name, base, offset in zip(row, fitted, offsets, strict=True)
+            }
     left = min(x - layout.widths[name] / 2 for name, x in layout.x.items())
     layout.x = {name: x - left for name, x in layout.x.items()}
 
@@ -191,7 +254,9 @@ def _offsets(layout: Layout, row: list[str]) -> list[float]:
     """Least distance of each centre of a row from the first one."""
     offsets = [0.0]
     for left, right in pairwise(row):
-        offsets.append(offsets[-1] + (layout.widths[left] + layout.widths[right]) / 2 + COLUMN_GAP)
+        offsets.append(
+            offsets[-1] + (layout.widths[left] + layout.widths[right]) / 2 + COLUMN_GAP
+        )
     return offsets
 
 
@@ -212,25 +277,46 @@ def _mean(values: list[float]) -> float:
 
 def _drawn(panel: Panel, layout: Layout, left: float, top: float) -> list[str]:
     """Elements of a panel whose upper left corner is at `left` and `top`."""
-    y = {name: top + TITLE_HEIGHT + row * (BOX_HEIGHT + ROW_GAP) for row, names in enumerate(layout.rows) for name in names}
-    layout = Layout(layout.rows, layout.links, layout.widths, {name: x + left for name, x in layout.x.items()})
+    y = {
+        name: top + TITLE_HEIGHT + row * (BOX_HEIGHT + ROW_GAP)
+        for row, names in enumerate(layout.rows)
+        for name in names
+    }
+    layout = Layout(
+        layout.rows,
+        layout.links,
+        layout.widths,
+        {name: x + left for name, x in layout.x.items()},
+    )
     out, into = _ports(layout, down=True), _ports(layout, down=False)
-    parts = [f'<text class="title" x="{left:.1f}" y="{top + 16:.0f}">{escape(panel.title)}</text>']
+    parts = [
+        f'<text class="title" x="{left:.1f}" y="{top + 16:.0f}">{escape(panel.title)}</text>'
+    ]
     for source, target in layout.links:
         x0, y0 = out[source, target], y[source] + BOX_HEIGHT
         x1, y1 = into[source, target], y[target]
         if source not in panel.sizes:  # a bend: the arrow passes its row
-            parts.append(f'<path class="arrow" d="M{x0:.1f} {y[source]:.0f}V{y0:.0f}"/>')
+            parts.append(
+                f'<path class="arrow" d="M{x0:.1f} {y[source]:.0f}V{y0:.0f}"/>'
+            )
         tip = y1 - 5 if target in panel.sizes else y1
         parts.append(
             f'<path class="arrow" d="M{x0:.1f} {y0:.0f}C{x0:.1f} {y0 + 17:.0f} {x1:.1f} {tip - 17:.0f} {x1:.1f} {tip:.0f}"/>'
         )
         if target in panel.sizes:
-            parts.append(f'<path class="head" d="M{x1 - 3.5:.1f} {y1 - 7:.0f}h7l-3.5 7z"/>')
+            parts.append(
+                f'<path class="head" d="M{x1 - 3.5:.1f} {y1 - 7:.0f}h7l-3.5 7z"/>'
+            )
     for row in layout.rows:
         for name in row:
             if name in panel.sizes:
-                parts += _boxed(name, panel.sizes[name], layout.x[name], y[name], layout.widths[name])
+                parts += _boxed(
+                    name,
+                    panel.sizes[name],
+                    layout.x[name],
+                    y[name],
+                    layout.widths[name],
+                )
     return parts
 
 
@@ -272,7 +358,10 @@ def draw() -> str:
             left, top = float(MARGIN), bottom + PANEL_GAP
         parts += _drawn(panel, layout, left, top)
         left += max(width, 9.0 * len(panel.title)) + PANEL_GAP
-        bottom = max(bottom, top + TITLE_HEIGHT + len(layout.rows) * (BOX_HEIGHT + ROW_GAP) - ROW_GAP)
+        bottom = max(
+            bottom,
+            top + TITLE_HEIGHT + len(layout.rows) * (BOX_HEIGHT + ROW_GAP) - ROW_GAP,
+        )
     height = bottom + MARGIN
     size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'

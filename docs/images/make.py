@@ -29,7 +29,9 @@ def one_large_array() -> None:
     """Memory of `examples/large_vocabulary.py`, with and without pieces."""
     _, _, whole = large_vocabulary.compiled("off", budget="100%")
     _, _, step = large_vocabulary.compiled("auto", large_vocabulary.SMALL)
-    keep_all, mine = (checkmate.simulate(each.graph, each.result.plan) for each in (whole, step))
+    keep_all, mine = (
+        checkmate.simulate(each.graph, each.result.plan) for each in (whole, step)
+    )
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     memory_timeline(
         figure.subplots(),
@@ -47,10 +49,14 @@ def demo() -> None:
     model = digits.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     example = (x[: digits.BATCH], y[: digits.BATCH])
-    graph = checkmate.torch.capture(model, nn.CrossEntropyLoss(), example=example, optimizer=optimizer)
+    graph = checkmate.torch.capture(
+        model, nn.CrossEntropyLoss(), example=example, optimizer=optimizer
+    )
     problem = checkmate.Problem(graph, "50%")
     result = checkmate.solve(problem)
-    keep_all = checkmate.simulate(graph, checkmate.Plan.from_order(graph, range(len(graph.ops))))
+    keep_all = checkmate.simulate(
+        graph, checkmate.Plan.from_order(graph, range(len(graph.ops)))
+    )
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     memory_timeline(
         figure.subplots(),
@@ -61,7 +67,12 @@ def demo() -> None:
     )
     (HERE / "memory.svg").write_text(themed_svg(figure))
     raster = Figure(figsize=(8.4, 5.0), layout="constrained")
-    schedule(raster.subplots(), graph, result.plan, title="The schedule: ops computed in each stage, values held at its start")
+    schedule(
+        raster.subplots(),
+        graph,
+        result.plan,
+        title="The schedule: ops computed in each stage, values held at its start",
+    )
     (HERE / "schedule.svg").write_text(themed_svg(raster))
 
 

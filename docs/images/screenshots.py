@@ -1,4 +1,7 @@
-"""Take the pictures of the report, and the card that is shown where somebody links to the site: `python docs/images/screenshots.py`. Needs Chromium and selenium."""
+"""Take the pictures of the report, and the card of links to the site: `python docs/images/screenshots.py`.
+
+Needs Chromium and selenium.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,27 @@ def main() -> None:
     assert isinstance(graph, checkmate.Graph)
     result = checkmate.solve(checkmate.Problem(graph, "50%"))
     assert result.plan is not None
-    page = html_report(graph, result.plan, result=result, title="BERT at half its memory")
+    page = html_report(
+        graph, result.plan, result=result, title="BERT at half its memory"
+    )
     options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        f"--window-size={WIDTH},{HEIGHT}",
+    ):
         options.add_argument(argument)
     options.binary_location = shutil.which("chromium") or ""
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    browser = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "card.html"
         logo = HERE.parent / "_static" / "logo.svg"
-        path.write_text(CARD.format(logo=logo.as_uri(), figure=(HERE / "memory.svg").as_uri()))
+        path.write_text(
+            CARD.format(logo=logo.as_uri(), figure=(HERE / "memory.svg").as_uri())
+        )
         size = {"width": 1200, "height": 630, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(path.as_uri())
@@ -44,7 +58,12 @@ def main() -> None:
         for theme in ("light", "dark"):
             scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-            size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+            size = {
+                "width": WIDTH,
+                "height": HEIGHT,
+                "deviceScaleFactor": 1,
+                "mobile": False,
+            }
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             browser.get(path.as_uri())
             browser.save_screenshot(str(HERE / f"report-{theme}.png"))
