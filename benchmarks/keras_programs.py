@@ -283,6 +283,96 @@ def vae() -> Any:
     return model, 1.0 * _integers(2, 64, 28, 28, 1), _integers(2, 64)
 
 
+@program("generative/vq_vae")
+def vq_vae() -> Any:
+    """The nearest of 64 vectors, a straight-through gradient, and losses that layers add."""
+    import keras
+    import tensorflow as tf
+    from keras import Input, layers
+
+    class Quantizer(layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.vectors: Any = self.add_weight(shape=(16, 64), initializer="random_uniform")
+
+        def call(self, x: Any) -> Any:
+            flat = tf.reshape(x, (-1, 16))
+            distances = tf.reduce_sum(flat**2, 1, keepdims=True) + tf.reduce_sum(self.vectors**2, 0) - 2 * flat @ self.vectors
+            chosen = tf.one_hot(tf.argmin(distances, 1), 64)
+            nearest = tf.reshape(tf.matmul(chosen, self.vectors, transpose_b=True), tf.shape(x))
+            self.add_loss(0.25 * tf.reduce_mean((tf.stop_gradient(nearest) - x) ** 2))
+            self.add_loss(tf.reduce_mean((nearest - tf.stop_gradient(x)) ** 2))
+            return x + tf.stop_gradient(nearest - x)
+
+    inputs = x = Input((28, 28, 1))
+    for width in (32, 64):
+        x = layers.Conv2D(width, 3, activation="relu", strides=2, padding="same")(x)
+    x = Quantizer()(layers.Conv2D(16, 1, padding="same")(x))
+    for width in (64, 32):
+        x = layers.Conv2DTranspose(width, 3, activation="relu", strides=2, padding="same")(x)
+    model = keras.Model(inputs, layers.Conv2DTranspose(1, 3, padding="same")(x))
+    model.compile(optimizer="adam", loss="mse")
+    images = _normal(64, 28, 28, 1)
+    return model, images, images
+
+
+@program("generative/ddim")
+def ddim() -> Any:
+    """A residual U-Net that predicts noise, in a train_step of its own with an average of the weights."""
+    import keras
+    import tensorflow as tf
+    from keras import Input, layers
+
+    def block(x: Any, width: int) -> Any:
+        kept = x if x.shape[-1] == width else layers.Conv2D(width, 1)(x)
+        y = layers.Conv2D(width, 3, padding="same", activation="swish")(layers.BatchNormalization(center=False, scale=False)(x))
+        return layers.Add()([layers.Conv2D(width, 3, padding="same")(y), kept])
+
+    def network() -> Any:
+        images, rates = Input((32, 32, 3)), Input((1, 1, 1))
+        x = layers.Concatenate()([layers.Conv2D(16, 1)(images), layers.UpSampling2D(32)(rates)])
+        skips = []
+        for width in (16, 32):
+            for _ in range(2):
+                x = block(x, width)
+                skips.append(x)
+            x = layers.AveragePooling2D(2)(x)
+        x = block(x, 48)
+        for width in (32, 16):
+            x = layers.UpSampling2D(2, interpolation="bilinear")(x)
+            for _ in range(2):
+                x = block(layers.Concatenate()([x, skips.pop()]), width)
+        return keras.Model([images, rates], layers.Conv2D(3, 1, kernel_initializer="zeros")(x))
+
+    class Diffusion(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.average = network(), network()
+            self.average.set_weights(self.network.get_weights())
+            self.seed, self.tracker = keras.random.SeedGenerator(0), keras.metrics.Mean(name="noise_loss")
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.tracker]
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            images = data[0]
+            noise: Any = keras.random.normal(tf.shape(images), seed=self.seed)
+            times: Any = keras.random.uniform((tf.shape(images)[0], 1, 1, 1), seed=self.seed)
+            with tf.GradientTape() as tape:
+                predicted = self.network([tf.cos(times) * images + tf.sin(times) * noise, tf.sin(times) ** 2], training=True)
+                loss = tf.reduce_mean(tf.abs(noise - predicted))
+            weights = self.network.trainable_weights
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.tracker.update_state(loss)
+            for mean, weight in zip(self.average.weights, self.network.weights, strict=True):
+                mean.assign(0.999 * mean + 0.001 * weight)
+            return {"noise_loss": self.tracker.result()}
+
+    model = Diffusion()
+    model.compile(optimizer="adam")
+    return model, _normal(16, 32, 32, 3), _integers(2, 16)
+
+
 @program("vision/metric_learning, siamese_contrastive")
 def siamese() -> Any:
     """One network on two inputs, and their distance."""
@@ -350,7 +440,7 @@ def run(name: str, time_limit_s: float, _rounds: int, budget: str = "") -> dict[
     found = {"first_s": first_s, "step_s": step_s, "digest": digest}
     if planned is None:
         return found
-    graph = planned._function.steps.planned
+    graph = planned._steps.planned
     resident = next(iter(graph.values())).capture.graph.resident_bytes
     figures = {"budget_bytes": planned.budget_bytes, "measured_bytes": planned.measured_bytes, "resident_bytes": resident}
     return {**found, **figures, "planned_bytes": planned.results[0].peak_bytes, "overhead": planned.results[0].overhead}

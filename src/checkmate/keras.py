@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import MissingExtraError, OptionError
@@ -91,8 +90,7 @@ class PlannedFit:
         return self.model.train_function
 
 
-@dataclass(frozen=True, slots=True)
-class _JaxStep:
+class _JaxStep(NamedTuple):
     """A planned step of Keras on JAX, the bytes that XLA compiled for it, and the step under `jax.jit`."""
 
     result: Result
@@ -112,25 +110,17 @@ class _JaxSteps:
     def __call__(self, state: Any, batch: Any) -> Any:
         import jax
 
-        data = jax.tree.map(jax.numpy.asarray, batch)  # as `jax.jit` takes arrays of numpy
-        key = str(jax.tree.map(jax.typeof, data))
-        if key not in self.planned:
-            self.planned[key] = self._plan(state, data)
-        return self.planned[key].run(state, data)
-
-    def _plan(self, state: Any, data: Any) -> _JaxStep:
-        import jax
-
         from checkmate.jax import plan
 
-        options = self._options
-        budget = options.budget if self.budget_bytes is None else self.budget_bytes
-        chosen: Any = {"solver": options.solver, "plan": None if self.planned else options.plan}
-        step = plan(
-            self._model.train_step, state, data, budget=budget, time_limit_s=options.time_limit_s, donate_argnums=0, **chosen
-        )
-        self.budget_bytes = step.budget_bytes
-        return _JaxStep(step.result, step.peak_bytes, jax.jit(step, donate_argnums=0))
+        data, options = jax.tree.map(jax.numpy.asarray, batch), self._options  # as `jax.jit` takes arrays of numpy
+        if (key := str(jax.tree.map(jax.typeof, data))) not in self.planned:
+            budget = options.budget if self.budget_bytes is None else self.budget_bytes
+            chosen: Any = {"solver": options.solver, "time_limit_s": options.time_limit_s}
+            chosen["plan"] = None if self.planned else options.plan
+            step = plan(self._model.train_step, state, data, budget=budget, donate_argnums=0, **chosen)
+            self.budget_bytes = step.budget_bytes
+            self.planned[key] = _JaxStep(step.result, step.peak_bytes, jax.jit(step, donate_argnums=0))
+        return self.planned[key].run(state, data)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)

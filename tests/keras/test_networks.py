@@ -111,6 +111,7 @@ np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 """
 
 
+@pytest.mark.slow
 def test_fit_keeps_a_budget_on_jax() -> None:
     """The step of Keras's trainer for JAX is planned for each shape of a batch, as XLA compiles it."""
     child("-c", ON_JAX, KERAS_BACKEND="jax")
