@@ -286,11 +286,10 @@ class StepRecipe:
         return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm, scaler))
 
     def _spec_of_function(self, function: Callable[..., Any]) -> StepSpec:
-        given = [n for n in ("whole", "clip_norm", "autocast") if getattr(self, n) is not None]
+        given = [n for n in ("whole", "clip_norm", "autocast", "scaler") if getattr(self, n) is not None]
         given += ["micro_batches"] if self.micro_batches != 1 else []
         if given:
             raise OptionError(f"{given[0]} is for a model, and the step is a function", hint="write it into the function")
-
         return StepSpec(function, function, lambda run: (run(), None), whole=True, flat=True)
 
     def spec_of_model(self) -> StepSpec:
