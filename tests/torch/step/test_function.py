@@ -161,7 +161,7 @@ def made(program: Callable[[], Made]) -> Made:
 
 
 def compiled(step: Callable[..., Any], budget: str = "100%") -> checkmate.torch.Step:
-    return checkmate.torch.compile(step, example=(X, Y), budget=budget, costs="estimated", chunking="off", time_limit_s=3)
+    return checkmate.torch.compile(step, example=(X, Y), budget=budget, costs="estimated", chunking="off", time_limit_s=2)
 
 
 def left_by(run: Callable[..., Any], modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
@@ -293,6 +293,10 @@ def test_arguments_for_a_model_are_refused() -> None:
         checkmate.torch.compile(step, nn.functional.mse_loss, example=(X, Y))
     with pytest.raises(OptionError, match="clip_norm is for a model"):
         checkmate.torch.compile(step, example=(X, Y), clip_norm=1.0)
+    with pytest.raises(OptionError, match="compiler is for a model"):
+        checkmate.torch.compile(step, example=(X, Y), compiler="inductor")
+    with pytest.raises(OptionError, match="device is for a model"):
+        checkmate.torch.capture(step, example=(X, Y), costs="estimated", device="H100")
     with pytest.raises(OptionError, match="missing a required argument"):
         checkmate.torch.compile(step, example=(X,))
 

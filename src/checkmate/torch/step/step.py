@@ -163,7 +163,9 @@ def compile(  # noqa: A001 - named like torch.compile
     state are unchanged afterwards.
 
     Args:
-        model: Called with all elements of a batch but the last, or with a mapping's items as keyword arguments.
+        model: Called with all elements of a batch but the last, or with a mapping's items as keyword arguments. Or a function
+            that is the step, called with all elements: it takes its own gradients, and steps its optimizers. The step returns
+            what it returns, detached.
         loss: Called with the prediction and the last element of a batch. None if the model returns its loss: itself, as ``.loss``
             or ``["loss"]`` of an output, or as the only number of a tuple. The step then returns that output.
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
@@ -196,9 +198,11 @@ def compile(  # noqa: A001 - named like torch.compile
         )
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
+    checked = Options(budget=budget, **fields_of(Options, options))
     if isinstance(model, torch.nn.Module):
         refuse_untrainable(model)
-    checked = Options(budget=budget, **fields_of(Options, options))
+    else:
+        _refuse_for_function({"compiler": checked.compiler == "inductor", "dynamic": options.get("dynamic")})
     whole = _whole(recipe, checked)
     if recipe.autocast is torch.float16 and optimizer is not None and recipe.active_scaler is None:
         raise OptionError(
@@ -246,6 +250,8 @@ def capture(
     """
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
+    if not isinstance(model, torch.nn.Module):
+        _refuse_for_function({"device": device, "plain_loop": plain_loop})
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     checked = Options(costs=costs, chunking=chunking, **fields_of(Options, options))
     if target is not None or costs != "measured":
@@ -263,6 +269,12 @@ def capture(
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0)).graph
     return msgspec.structs.replace(graph, name=getattr(model, "__name__", type(model).__name__))
+
+
+def _refuse_for_function(given: Mapping[str, Any]) -> None:
+    """Refuse options that need a model, if the step is a function."""
+    if named := [name for name, value in given.items() if value]:
+        raise OptionError(f"{named[0]} is for a model, and the step is a function", hint=f"leave out {named[0]}")
 
 
 def _whole(recipe: StepRecipe, options: Options) -> bool | None:
