@@ -79,3 +79,35 @@ def test_plans_take_the_planned_bytes(build, share, own_cache):
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert (planned.result.overhead > 1) == (share < 1)
     assert abs(math.log((planned.result.peak_bytes - planned.graph.resident_bytes) / taken)) < 0.05
+
+
+def test_what_the_backward_reads_in_another_layout_is_copied_when_it_is_read(own_cache):
+    """XLA would copy the frames for the gradient of the weights as soon as they are known, and hold the copy."""
+
+    def loss(p, frames):
+        first = jax.nn.relu(jax.lax.conv(frames, p["a"], (4, 4), "SAME"))
+        return (jax.nn.relu(jax.lax.conv(first, p["b"], (2, 2), "SAME")) ** 2).sum()
+
+    arguments = {"a": normal(16, 4, 8, 8), "b": normal(32, 16, 4, 4)}, normal(16, 4, 64, 64)
+    plain = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
+    planned = cj.remat(loss, budget="80%", time_limit_s=2)
+    compiled = jax.jit(jax.value_and_grad(planned)).lower(*arguments).compile()
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert planned.result.overhead == 1
+    assert taken <= 0.8 * plain.memory_analysis().temp_size_in_bytes
+    jax.tree.map(np.testing.assert_array_equal, compiled(*arguments), plain(*arguments))
+
+
+def test_one_fence_follows_the_gradients_of_a_layer(own_cache):
+    """Each fence is a loop to compile: one after each gradient of a weight and of a bias would take much longer."""
+
+    def loss(p, x):
+        for q in p:
+            x = jnp.tanh(x @ q["w"] + q["bias"])
+        return (x**2).sum()
+
+    layers = [{"w": normal(32, 32, seed=i), "bias": normal(32)} for i in range(8)]
+    planned = cj.remat(loss, budget="60%", costs="estimated", time_limit_s=2)
+    program = jax.jit(jax.value_and_grad(planned)).lower(layers, normal(512, 32)).as_text()
+    again = len(planned.plan.order) - len(planned.graph.ops)
+    assert 0 < program.count("stablehlo.while") < again + len(layers) / 2

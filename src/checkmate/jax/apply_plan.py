@@ -42,6 +42,7 @@ class PlannedProgram:
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
         self._again = self._computed_again() if self.selects else {}
+        self._add_copied_early()
         # XLA would make constants that are stored, and each copy of them, when the program begins.
         stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
         self._constant = {id(e) for e in stored if not e.read and e.kind in BROADCASTS}
@@ -126,6 +127,18 @@ class PlannedProgram:
             known.update((v, local[v]) for v in self.capture.outputs[op] if v in local)
         return found
 
+    def _add_copied_early(self) -> None:
+        """XLA copies what the backward reads in another layout once it is known, and holds the copy until it is read."""
+        graph, early = self.capture.graph, set(self.capture.trace.arguments)
+        for p, number in enumerate(self.order if self.selects else ()):
+            op, chain = graph.ops[number], self.capture.members[number]
+            if op.phase == "forward":
+                early.update(self.capture.outputs[number])
+            elif op.kind == "conv_general_dilated":
+                sizes = {v: self.capture.trace.size_bytes(v) for v in chain[-1].read if v in early}
+                copied = [v for v, size in sizes.items() if size <= op.workspace_bytes]
+                self._again.setdefault(p, {}).update({id(chain[-1]): max(copied, key=sizes.__getitem__)} if copied else {})
+
     def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
         """Number of the first floating-point value that some ops compute from arguments; None if there is none."""
         made = (v for op in ops for v in self.capture.outputs[op] if v in values and v in self._varying)
@@ -135,17 +148,18 @@ class PlannedProgram:
         """Positions at which a run of recomputations begins; in exact programs also runs of computations later than in the graph.
 
         Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which
-        can cost more bytes and time than the delays save. From the first recomputation on, a fence also follows each op that
-        makes a result: nothing waits for a gradient of weights, and XLA would hold what it reads.
+        can cost more bytes and time than the delays save. From the first recomputation on, a fence also follows each run of
+        ops that make results: nothing waits for a gradient of weights, and XLA would hold what it reads.
         """
         seen, found = set[int](), set[int]()
         results = set(self.capture.trace.results)
         furthest, late_before, made = -1, False, False
         for p, op in enumerate(self.order):
             late = op in seen or (self._exact and op < furthest)
-            if (late and not late_before) or (made and found):
+            makes = not results.isdisjoint(self.capture.outputs[op]) and not self._exact
+            if (late and not late_before) or (made and found and not makes):
                 found.add(p)
-            made = not results.isdisjoint(self.capture.outputs[op]) and not self._exact
+            made = makes
             seen.add(op)
             furthest, late_before = max(furthest, op), late
         return found
@@ -229,7 +243,7 @@ def _always(array: jax.Array) -> jax.Array:
     """True, computed from an element of an array; XLA cannot tell that it is true for every element."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    element = jnp.real(array[(0,) * array.ndim])
+    element = jnp.real(jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(()))
     bits = f"uint{8 * element.dtype.itemsize}"
     number = jax.lax.bitcast_convert_type(element, bits) if is_inexact(element) else element.astype("uint32")
     return (number | 1) != 0
@@ -239,7 +253,7 @@ def selected_by(newest: jax.Array, value: jax.Array) -> jax.Array:
     """A value, computed by a select whose condition is true whatever the newest value is."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(selected_by(newest, jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    return jnp.where(_always(newest), value, jnp.zeros((), value.dtype))
+    return jax.lax.select(_always(newest), value, jnp.zeros_like(value))
 
 
 def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:

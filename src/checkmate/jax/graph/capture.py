@@ -149,7 +149,9 @@ class _Builder:
     def __init__(self, trace: Trace, boundary: Boundary | None, fusions: Fusions | None) -> None:
         self.trace, self.boundary, self.fusions = trace, boundary, fusions
         self.position = {id(equation): i for i, equation in enumerate(trace.equations)}
+        self.last_reader = {v: equation for equation in trace.equations for v in equation.read}
         self.results = {v for v in trace.results if isinstance(v, int)}
+        self.made = {v for equation in trace.equations for v in equation.outputs} - self.results
         self.phases = phases_of_pair(trace, boundary) if boundary is not None else _phases_of_step(trace)
 
     def build(self, costs: Costs, name: str, donated_bytes: int) -> Capture:
@@ -220,12 +222,16 @@ class _Builder:
         copies = 0  # of the output, in other layouts, that XLA makes together with it
         if self.fusions is not None and last.kind in FUSED:
             copies = self.fusions.made_bytes.get(self.position[id(last)], 0) - sum(map(self.trace.size_bytes, last.outputs))
+        workspace = max(measure.workspace_bytes, copies)
+        if last.kind == "conv_general_dilated":  # an input that ends here ends once it is copied, before another as large is
+            ends = {self.trace.size_bytes(v) for v in last.read if v in self.made and self.last_reader[v] is last}
+            workspace -= max((size for size in ends if 2 * size <= workspace), default=0)
         return Op(
             name=_name(chain),
             inputs=inputs,
             outputs=outputs,
             cost=measure.cost_ns,
-            workspace_bytes=max(measure.workspace_bytes, copies),
+            workspace_bytes=workspace,
             recomputable=not any(map(has_effects, chain)),
             phase=self.phases[id(chain[-1])],
             kind=last.kind,

@@ -137,7 +137,8 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 def _as_xla_runs(eqn: Any) -> Any:
     """A jaxpr that computes the same with slices, broadcasts, and products that copy no operand; None for most equations."""
     avals, name = [v.aval for v in eqn.invars], eqn.primitive.name
-    rule = {"dot_general": _product, "split": _slices}.get(name, _broadcasts if name in POINTWISE else None)
+    spread = name in POINTWISE and len({a.shape for a in avals} - {()}) > 1  # an operand has an axis of size 1
+    rule = {"dot_general": _product, "split": _slices}.get(name, _broadcasts if spread else None)
     if rule is None or any(any(a.sharding.spec) or varying_axes(a) for a in avals if hasattr(a, "sharding")):
         return None
 
