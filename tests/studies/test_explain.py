@@ -146,7 +146,7 @@ def test_lessons_name_what_is_kept_and_where_layers_differ():
     assert explain(graph, again).lessons == (
         "keep matrix products (128.00 MiB); recompute a part of gelu (50% of 128.00 MiB)",
         "layers of `net`: 0 recompute gelu; 1 keep everything",
-        "one MiB less costs about 10.0 µs (recompute `gelu1` in net.1.gelu); "
+        "one MiB less costs about 10.0 µs (recompute `gelu1` in net.1.gelu)",
         "one MiB more saves about 10.0 µs (keep `gelu0` in net.0.gelu)",
     )
 
@@ -156,7 +156,7 @@ def test_lessons_are_of_bytes_that_the_plan_has(drawn):
     """No kind of op has more bytes than its values, for any graph and plan."""
     graph, order = drawn
     told = explain(graph, Plan.from_order(graph, order)).lessons
-    assert len(told) in (0, 2)  # no modules have numbers
+    assert len(told) <= 3  # no modules have numbers
     assert bool(told) >= any(
         order.count(o) > 1 and graph.values[v].size_bytes for o, op in enumerate(graph.ops) for v in op.outputs
     )
@@ -167,7 +167,7 @@ def test_the_text_is_short():
     graph = transformer(4)
     plan = solve(Problem(graph, "50%")).plan
     text = str(explain(graph, plan))
-    assert len(text.splitlines()) <= 28
+    assert len(text.splitlines()) <= 29
     assert "more" in text
     assert str(compare(graph, plan, Plan.from_order(graph, range(len(graph.ops)))))
 

@@ -177,7 +177,7 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
         dearer_per_mib=dearer,
         cheaper_per_mib=cheaper,
         has_curve=curve is not None,
-        lessons=lessons(graph, plan)[: None if curve is None else -1],
+        lessons=lessons(graph, plan, priced=curve is None),
     )
 
 

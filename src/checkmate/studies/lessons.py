@@ -15,18 +15,19 @@ from checkmate.studies.lifetimes import saved_for_backward, storage_lifetimes
 _FAMILIES = {"attention": "attention", "matrix products": r"^(add|b|badd)?mm$|matmul|dot_general", "convolutions": "conv"}
 
 
-def lessons(graph: Graph, plan: Plan) -> tuple[str, ...]:
+def lessons(graph: Graph, plan: Plan, *, priced: bool = True) -> tuple[str, ...]:
     """Sentences on the forward values that a plan keeps for the backward, and on those that it recomputes, if there are any.
 
-    The first is on kinds of ops, the next ones are on layers, if modules have numbers, and the last estimates the price of a MiB
-    from single ops; a curve of plans has the exact price.
+    The first is on kinds of ops, the next ones are on layers, if modules have numbers, and the last ones estimate the price of a
+    MiB from single ops, if ``priced``; a curve of plans has the exact price.
     """
     lives = [life for life in storage_lifetimes(graph, plan) if life.category in ("activations", "recomputed")]
     again = {life.value for life in lives if life.category == "recomputed" and graph.values[life.value].size_bytes}
     kept = {life.value for life in saved_for_backward(graph, plan, lives)} - again
     if not kept | again:
         return ()
-    return (_on_kinds(graph, kept, again), *_on_layers(graph, kept, again), _on_price(graph, kept, again))
+    prices = _on_price(graph, kept, again) if priced else ()
+    return (_on_kinds(graph, kept, again), *_on_layers(graph, kept, again), *prices)
 
 
 def _on_kinds(graph: Graph, kept: Set[int], again: Set[int]) -> str:
@@ -60,14 +61,13 @@ def _on_layers(graph: Graph, kept: Set[int], again: Set[int]) -> Iterator[str]:
             yield f"layers of `{stack}`: {_listed(told, '; ')}"
 
 
-def _on_price(graph: Graph, kept: Set[int], again: Set[int]) -> str:
+def _on_price(graph: Graph, kept: Set[int], again: Set[int]) -> Iterator[str]:
     """The kept op that is cheapest to recompute for each MiB, and the most expensive recomputed one; small ops are left out."""
     costs: list[float] = []  # to recompute each op from values that the backward has
     for op in graph.ops:
         costs.append(
             float(op.cost) + sum(costs[p] for p in {graph.producer[v] for v in op.inputs if graph.root[v] not in kept | again})
         )
-    parts: list[str] = []
     for values, choose, words in (
         (kept, min, "less costs about {} (recompute {})"),
         (again, max, "more saves about {} (keep {})"),
@@ -79,8 +79,7 @@ def _on_price(graph: Graph, kept: Set[int], again: Set[int]) -> str:
             o = choose(prices, key=prices.__getitem__)
             where = module_of(graph.ops[o].source)
             name = f"`{graph.ops[o].name}`{f' in {where}' if where else ''}"
-            parts.append(f"one MiB {words.format(format_cost(prices[o], graph.cost_unit), name)}")
-    return "; ".join(parts) or "nothing else can be recomputed"
+            yield f"one MiB {words.format(format_cost(prices[o], graph.cost_unit), name)}"
 
 
 def _sizes(graph: Graph, values: Iterable[int]) -> Counter[str]:

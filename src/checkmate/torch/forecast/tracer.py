@@ -90,6 +90,8 @@ class DeviceTracer:
         """The step at a size of a dimension of the example's tensors, by default the size of the example."""
         began = time.perf_counter()
         recipe, target = self.recipe, self.target
+        if not isinstance(recipe.model, torch.nn.Module):
+            raise OptionError("a forecast is for a model, and the step is a function", hint="give the model and its loss")
         granule = 1 if target is None else target.device.granule_bytes
         if target is not None:
             target.unknown_workspace.clear()

@@ -216,14 +216,14 @@ def _parameters(read: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
 
 
 def _layout(value: Any) -> Any:
-    """What is constant of an argument in a trace."""
+    """The constants of an argument in a trace."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     return _constant(value)
 
 
 def _constant(value: Any) -> Any:
-    """What is constant of a value in a trace, to compare with its value in a later call."""
+    """The constants of a value in a trace, to compare with those in a later call."""
     if isinstance(value, torch.Tensor):
         return id(value), *_layout(value), has_gradient_hook(value)
     if isinstance(value, nn.Module):
@@ -237,7 +237,7 @@ def _constant(value: Any) -> Any:
 
 
 def _reads(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function may read besides its arguments, by name: its closure, globals and defaults, and those of functions in them.
+    """All that a function may read besides its arguments, by name: closure, globals and defaults, and those of functions in them.
 
     Of an object, such as a trainer of which the function is a method, the attributes that its code names.
     """
