@@ -175,3 +175,16 @@ def test_log_probabilities_that_a_method_of_a_trainer_computes() -> None:
     least = 16 * TOKENS * 2 * VOCABULARY * 4
     peaks = [measure_peak(each.step) for each in (trainer, plain)]
     assert peaks[0] <= 0.35 * peaks[1] and peaks[0] < least, (peaks, least)
+
+
+def test_a_step_whose_graph_is_compiled_again_runs_in_pieces() -> None:
+    """As by hooks that a trainer removes after its first step: the step is recorded once more, with the new graph."""
+    plain, trainer = PreferenceTrainer(), PreferenceTrainer()
+    options = {"budget": "14MiB", "chunking": "auto", "time_limit_s": 1}
+    trainer.log_probs = torch.compile(trainer.log_probs, backend="checkmate", dynamic=False, options=options)
+    hook = trainer.model.layer.register_forward_hook(lambda *_: None)
+    for _ in range(4):
+        torch.testing.assert_close(trainer.step(), plain.step(), rtol=1e-6, atol=0)
+        hook.remove()
+    assert coordinator().result is not None
+    assert measure_peak(trainer.step) < 16 * TOKENS * 2 * VOCABULARY * 4

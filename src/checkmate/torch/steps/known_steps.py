@@ -123,9 +123,12 @@ class KnownSteps:
             before = [*known, *self._compiled_before(first, args)]
             seen = (known for known in before if known.recorder.watched and known.kind == kind)
             step = next(seen, None if watched else step)
-        self._expected = step
         if step is not None and step.recorder.forwards[0].planned is not first:
+            once = not any(other.compiled_again for other in known)
             step.note_compiled_again()
+            if once and first.chunks is not None:  # pieces are made from nodes of a graph: the step is recorded anew with this one
+                step = None
+        self._expected = step
         return None if step is None else self._plan_of(step, args)
 
     def record_to_follow(self, first: PlannedGraph) -> StepRecorder | None:

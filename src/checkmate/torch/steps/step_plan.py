@@ -116,7 +116,7 @@ class _StepPlanner:
     def plan(self, whole_ops: bool) -> StepPlan:
         first = self._first
         self._measure_in_room()
-        while True:
+        for all_measured in (False, True):
             as_it_is = self._captured(self._joints)
             room_bytes = self._measurable_bytes(as_it_is)
             try:
@@ -124,10 +124,10 @@ class _StepPlanner:
                     step, result = self._solved(as_it_is, whole_ops)
                 break
             except InfeasibleBudgetError:
-                if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in self._joints):
-                    self._measure()
-                    continue
-                raise
+                graphs = (joint.capture.joint.graph for joint in self._joints)
+                if all_measured or first.ranks is not None or not announce_measurements(graphs):
+                    raise
+                self._measure()
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
             first.options.counted.prepare(step.graph, result)
