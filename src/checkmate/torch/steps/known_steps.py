@@ -126,7 +126,7 @@ class KnownSteps:
         if step is not None and step.recorder.forwards[0].planned is not first:
             once = not any(other.compiled_again for other in known)
             step.note_compiled_again()
-            if once and first.chunks is not None:  # pieces are made from nodes of a graph: the step is recorded anew with this one
+            if once and first.chunks is not None:  # pieces are made from nodes of a graph: it is recorded again with this one
                 step = None
         self._expected = step
         return None if step is None else self._plan_of(step, args)

@@ -116,7 +116,8 @@ class _StepPlanner:
     def plan(self, whole_ops: bool) -> StepPlan:
         first = self._first
         self._measure_in_room()
-        for all_measured in (False, True):
+        all_measured = False
+        while True:
             as_it_is = self._captured(self._joints)
             room_bytes = self._measurable_bytes(as_it_is)
             try:
@@ -128,6 +129,7 @@ class _StepPlanner:
                 if all_measured or first.ranks is not None or not announce_measurements(graphs):
                     raise
                 self._measure()
+                all_measured = True
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
         if isinstance(first.options.counted, ReservedMemory):
             first.options.counted.prepare(step.graph, result)
