@@ -111,7 +111,7 @@ BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 def merges_recomputations() -> bool:
     """Whether XLA for the default device merges computations behind a barrier unless an option forbids it."""
-    return removes_barriers(jax.default_backend())
+    return _merges_recomputations(jax.default_backend())
 
 
 def barrier_options() -> dict[str, Any]:
@@ -120,7 +120,7 @@ def barrier_options() -> dict[str, Any]:
 
 
 @functools.cache
-def removes_barriers(backend: str) -> bool:
+def _merges_recomputations(backend: str) -> bool:
     """Whether XLA without the options merges a product of matrices with its recomputation behind a barrier."""
 
     def probe(x: jax.Array) -> jax.Array:

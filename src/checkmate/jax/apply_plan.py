@@ -5,8 +5,9 @@ depends on all earlier computations, and all later ones depend on it. XLA also k
 alone, but then schedules the recomputation as early as it likes (docs/decisions/0013).
 
 XLA for CPUs (jaxlib 0.10) removes barriers before it merges equal computations for the last time, and schedules. There a fence
-is a loop that never runs, unless the user asked for the options that keep barriers. A loop would copy the arguments of a program:
-a recomputation that reads nothing else reads one behind a select, whose condition is always true and depends on the newest value.
+is a loop that never runs, except in exact programs, which need the options that keep barriers. A loop would copy the arguments of
+a program: a recomputation that reads nothing else reads one behind a select, whose condition is always true and depends on the
+newest value.
 
 Fences change XLA's fusions, and therefore the rounding. In an exact program every op stands alone between barriers, and XLA
 compiles it to the same instructions in every plan (docs/decisions/0010).

@@ -175,7 +175,7 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        compiled = functools.partial(temp_bytes, donated=self.donated, options=barrier_options() if self.exact else {})
+        compiled = functools.partial(temp_bytes, donated=self.donated, options=None if self.exact else {})
         if not self.axes:
             return compiled(*as_called(program, self.capture.trace, self.capture.boundary))
         # A separate thread is outside of the transformations around this call, which have these axes already.

@@ -110,9 +110,8 @@ class ResidentAccount:
         """Have a graph read the frozen weights that a plan may fetch by `ON_DEVICE`."""
         given = graph.find_nodes(op="placeholder")
         inputs = [node for node in given if not is_tangent(node)]
-        if self.reads_host and len(inputs) == len(
-            self._weights
-        ):  # AOTAutograd merges equal inputs, which changes their positions
+        # AOTAutograd merges equal inputs, which changes their positions.
+        if self.reads_host and len(inputs) == len(self._weights):
             known = zip(inputs, self._weights, strict=True)
             on_host = {node: tensor for node, weight in known if weight is not None and (tensor := weight()) is not None}
             read_on_device(on_host, given[-1].next, self.device)

@@ -47,21 +47,23 @@ class BudgetCallback(TrainerCallback):
 
     def __init__(self, budget: Amount | None = None, **options: Any) -> None:
         self.options = {"budget": budget_of_environment() if budget is None else budget, **options}
-        self._in_place = False  # whether the frozen weights stay on the host
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """With a host, leave frozen weights there: Accelerate and the Trainer do not move a model with parts on devices."""
         model = kwargs["model"]
-        self._in_place = self.options.get("host") is not None and any(map(is_frozen, model.parameters()))
-        if self._in_place and args.device.type != "cpu":
+        if self._copies and args.device.type != "cpu" and any(map(is_frozen, model.parameters())):
             model.hf_device_map = dict.fromkeys(("trained", "frozen"), args.device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model in place; the Trainer has already created its optimizer, whose state counts."""
         model = kwargs["model"]
-        if self._in_place:
+        if self._copies:
             model._apply(lambda tensor: tensor if is_frozen(tensor) else tensor.to(args.device))
         model.compile(backend="checkmate", options=self.options)
+
+    @property
+    def _copies(self) -> bool:
+        return self.options.get("host") is not None
 
 
 class PeakCallback(TrainerCallback):

@@ -234,6 +234,12 @@ class StepSpec:
     flat: bool = False  # whether it takes its own gradients, and is traced with them without Dynamo
 
 
+def refuse_for_function(given: Mapping[str, object], hint: str = "leave out {}") -> None:
+    """Refuse options that need a model, if the step is a function; ``{}`` in the hint is the name of the first one given."""
+    if named := [name for name, value in given.items() if value]:
+        raise OptionError(f"{named[0]} is for a model, and the step is a function", hint=hint.format(named[0]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecipe:
     """A training step as a user describes it, by the arguments of `checkmate.torch.compile`."""
@@ -286,11 +292,8 @@ class StepRecipe:
         return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm, scaler))
 
     def _spec_of_function(self, function: Callable[..., Any]) -> StepSpec:
-        given = [n for n in ("whole", "clip_norm", "scaler", "autocast") if getattr(self, n) is not None]
-        given += ["micro_batches"] if self.micro_batches != 1 else []
-        if given:
-            raise OptionError(f"{given[0]} is for a model, and the step is a function", hint="write it into the function")
-
+        given = {n: getattr(self, n) is not None for n in ("whole", "clip_norm", "scaler", "autocast")}
+        refuse_for_function(given | {"micro_batches": self.micro_batches != 1}, "write it into the function")
         return StepSpec(function, function, lambda run: (run(), None), whole=True, flat=True)
 
     def spec_of_model(self) -> StepSpec:

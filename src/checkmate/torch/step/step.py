@@ -32,7 +32,7 @@ from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions, check_chunking, fields_of
 from checkmate.torch.step.arguments import BatchLayout, Example, Loss, refuse_inference_mode, refuse_untrainable, warn_of_clipping
 from checkmate.torch.step.planned_step import Planned
-from checkmate.torch.step.recipe import StepRecipe, check_micro_batches
+from checkmate.torch.step.recipe import StepRecipe, check_micro_batches, refuse_for_function
 from checkmate.torch.step.tracing import StopAfterCapture, compiled_program, run_as_one_graph, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
@@ -202,7 +202,7 @@ def compile(  # noqa: A001 - named like torch.compile
     if isinstance(model, torch.nn.Module):
         refuse_untrainable(model)
     else:
-        _refuse_for_function({"compiler": checked.compiler == "inductor", "dynamic": options.get("dynamic")})
+        refuse_for_function({"compiler": checked.compiler == "inductor", "dynamic": options.get("dynamic")})
     whole = _whole(recipe, checked)
     if recipe.autocast is torch.float16 and optimizer is not None and recipe.active_scaler is None:
         raise OptionError(
@@ -251,7 +251,7 @@ def capture(
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     if not isinstance(model, torch.nn.Module):
-        _refuse_for_function({"device": device, "plain_loop": plain_loop})
+        refuse_for_function({"device": device, "plain_loop": plain_loop})
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     checked = Options(costs=costs, chunking=chunking, **fields_of(Options, options))
     if target is not None or costs != "measured":
@@ -269,12 +269,6 @@ def capture(
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0)).graph
     return msgspec.structs.replace(graph, name=getattr(model, "__name__", type(model).__name__))
-
-
-def _refuse_for_function(given: Mapping[str, Any]) -> None:
-    """Refuse options that need a model, if the step is a function."""
-    if named := [name for name, value in given.items() if value]:
-        raise OptionError(f"{named[0]} is for a model, and the step is a function", hint=f"leave out {named[0]}")
 
 
 def _whole(recipe: StepRecipe, options: Options) -> bool | None:
