@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from checkmate.studies.affine import AffineGraph
 from checkmate.torch import largest_batch, measure_peak
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.largest_batch import parabolas
-from checkmate.torch.forecast.tracer import DeviceTracer, _resized
+from checkmate.torch.forecast.tracer import DeviceTracer, Growing
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.recipe import StepRecipe
 
@@ -181,7 +182,8 @@ def test_an_example_may_be_a_slice_of_a_data_set() -> None:
         target = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
         recipe = StepRecipe(model=model, loss=nn.functional.mse_loss, example=(x, x))
         tracer = DeviceTracer(recipe, math.inf, target)
-        return [tracer.traced(0, size).graph.resident_bytes for size in (None, 128)]
+        larger = Growing.along((x, x), "batch", 0)
+        return [tracer.traced(larger, size).graph.resident_bytes for size in (len(x), 128)]
 
     small, slice_, own = resident(rows[:1]), resident(rows[:64]), resident(torch.ones(64, 64))
     assert slice_ == own and small[1] == own[1] and small[0] < own[0] < own[1]
@@ -190,9 +192,73 @@ def test_an_example_may_be_a_slice_of_a_data_set() -> None:
 def test_an_example_keeps_its_memory_format_at_every_size() -> None:
     """The graph of channels-last images is another than that of contiguous ones."""
     x = torch.ones(4, 3, 8, 8).to(memory_format=torch.channels_last)
-    for size in (None, 8):
-        (resized,) = _resized((x,), 0, size)
+    larger = Growing.along((x,), "batch", 0)
+    assert larger is not None
+    for size in (4, 8):
+        (resized,) = larger.resized((x,), size)
         assert resized.is_contiguous(memory_format=torch.channels_last) and resized.shape[1:] == x.shape[1:]
+
+
+Batch = tuple[torch.Tensor, ...]
+
+
+def structure(atoms: int, edges: int) -> Batch:
+    return torch.randn(atoms, 3), torch.randint(atoms, (edges,)), torch.randint(atoms, (edges,)), torch.randn(atoms, 3)
+
+
+def forces() -> Callable[..., torch.Tensor]:
+    """A step that trains on forces, by messages along edges."""
+    net = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step(at: torch.Tensor, source: torch.Tensor, target: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        at = at.detach().requires_grad_()
+        messages = net(at[source] - at[target])
+        energy = torch.zeros(len(at), 16).index_add(0, target, messages).tanh().sum()
+        (slope,) = torch.autograd.grad(energy, at, create_graph=True)
+        loss = (slope + expected).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+EDGES, ATOMS = {0: "edges"}, {0: torch.export.Dim("atoms")}
+
+
+@pytest.mark.parametrize(
+    ("grows", "name"),
+    [((None, EDGES, EDGES, None), "edges"), pytest.param((ATOMS, EDGES, EDGES, ATOMS), "atoms", marks=pytest.mark.slow)],
+)
+@pytest.mark.usefixtures("plenty")
+def test_the_largest_structure_runs_within_the_budget(grows: Any, name: str) -> None:
+    """Sizes grow along dimensions with names, alone or in proportion; the step is a function that takes its gradients."""
+    step = forces()
+    given: dict[str, Any] = {"budget": "2MiB", "time_limit_s": 6}
+    found = largest_batch(step, example=structure(64, 256), dynamic_shapes=grows, **given)
+    assert found.name == name and str(found).splitlines()[1].startswith(f"{name} {found.batch}: ")
+    factor = found.batch / (256 if name == "edges" else 64)
+    assert 2 < factor <= found.upper_bound
+    batch = structure(64 if name == "edges" else found.batch, math.ceil(256 * factor))
+    planned = checkmate.torch.compile(step, example=batch, budget="2MiB", plan=found.plan)
+    assert 0.8 * 2**21 < total(planned, *batch) <= 2**21
+
+
+@pytest.mark.parametrize(
+    ("grows", "named"),
+    [
+        (3, "not like the example"),
+        ((EDGES,), "not like the example"),
+        ((EDGES, EDGES, None, None), "'edges' has the sizes 64 and 256"),
+        ((None, {1: "edges"}, None, None), r"\(256,\) has no dimension 1"),
+        ((None,) * 4, "names no dimension"),
+    ],
+)
+def test_names_of_dimensions_that_do_not_match_are_refused(grows: Any, named: str) -> None:
+    with pytest.raises(OptionError, match=rf"{named}(?s:.*)hint"):
+        largest_batch(forces(), example=structure(64, 256), budget="2MiB", dynamic_shapes=grows)
 
 
 @pytest.mark.usefixtures("nothing_else")

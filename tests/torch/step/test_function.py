@@ -293,10 +293,12 @@ def test_arguments_for_a_model_are_refused() -> None:
         checkmate.torch.compile(step, nn.functional.mse_loss, example=(X, Y))
     with pytest.raises(OptionError, match="clip_norm is for a model"):
         checkmate.torch.compile(step, example=(X, Y), clip_norm=1.0)
-    with pytest.raises(OptionError, match="compiler is for a model"):
-        checkmate.torch.compile(step, example=(X, Y), compiler="inductor")
-    with pytest.raises(OptionError, match="device is for a model"):
-        checkmate.torch.capture(step, example=(X, Y), costs="estimated", device="H100")
+    with pytest.raises(OptionError, match="checkpoints is for a model"):
+        checkmate.torch.compile(step, example=(X, Y), checkpoints="respected")
+    with pytest.raises(OptionError, match="optimizer is for a model"):
+        checkmate.torch.fits(step, example=(X, Y), device="H100", optimizer="adam")
+    with pytest.raises(OptionError, match="plain_loop is for a model"):
+        checkmate.torch.capture(step, example=(X, Y), costs="estimated", plain_loop=True)
     with pytest.raises(OptionError, match="missing a required argument"):
         checkmate.torch.compile(step, example=(X,))
 
@@ -306,3 +308,57 @@ def test_the_graph_of_a_function() -> None:
     assert graph.name == "step"
     assert {op.phase for op in graph.ops} == {"forward", "backward"}
     assert any("test_function.py" in op.source for op in graph.ops)
+
+
+def on_meta() -> tuple[Callable[..., Any], tuple[torch.Tensor, torch.Tensor]]:
+    with torch.device("meta"):
+        return two_networks()[0], (torch.empty(512, 4), torch.empty(512, 1))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_function_is_forecast_for_a_device_that_is_not_there(meta: bool) -> None:
+    """With parameters and optimizer state of all that it reads, as `compile` finds them here."""
+    step, example = on_meta() if meta else (two_networks()[0], (X, Y))
+    answer = checkmate.torch.fits(step, example=example, device="CPU", time_limit_s=3)
+    weights = sum(p.nbytes for _ in range(2) for p in network().parameters())
+    assert (answer.parameter_bytes, answer.state_bytes) == (weights, 2 * weights + 4 * 2 * len([*network().parameters()]))
+    assert answer.whole
+    here = compiled(two_networks()[0])
+    peak = here.result.peak_bytes - here.graph.resident_bytes
+    assert abs(answer.keep_all_bytes - answer.graph.resident_bytes - peak) <= 0.05 * peak
+
+
+@pytest.mark.usefixtures("nothing_else")
+def test_frozen_weights_of_a_function_stay_on_the_host() -> None:
+    net = network().requires_grad_(False)
+    head = nn.Linear(1, 1)
+
+    def step_of(head: nn.Linear) -> Callable[..., Any]:
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = (head(net(x)) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    x, y = X[:4], Y[:4]
+    expected = [step_of(twin)(x, y) for twin in [copy.deepcopy(head)] for _ in range(1)]
+    frozen = sum(p.nbytes for p in net.parameters())
+    planned = checkmate.torch.compile(step_of(head), example=(x, y), budget=frozen, host="1GiB", time_limit_s=3)
+    assert planned.plan.host is not None and planned.result.peak_bytes <= frozen
+    assert torch.equal(planned(x, y), expected[0])
+
+
+@pytest.mark.slow
+def test_a_function_under_inductor() -> None:
+    """To rounding, within the bytes of the plan."""
+    step, *_ = made(two_networks)
+    expected = [step(X, Y) for _ in range(3)]
+    step, *_ = made(two_networks)
+    planned = checkmate.torch.compile(step, example=(X, Y), budget="70%", compiler="inductor", time_limit_s=3)
+    torch.testing.assert_close([planned(X, Y) for _ in range(3)], expected, rtol=1e-4, atol=1e-5)
+    assert planned.graph.resident_bytes + measure_peak(lambda: planned(X, Y)) <= planned.result.budget_bytes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -21,17 +22,17 @@ from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import allocator_peaks
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.largest_batch import SizeSearch
-from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep, optimizer_class
+from checkmate.torch.forecast.largest_batch import SizeSearch, sequence_of
+from checkmate.torch.forecast.tracer import DeviceTracer, Growing, TracedStep, optimizer_class
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.step.arguments import Example, Loss
-from checkmate.torch.step.recipe import StepRecipe
+from checkmate.torch.step.recipe import StepRecipe, refuse_for_function
 
 
 @takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
 def fits(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[..., Any],
     loss: Loss | None = None,
     *,
     example: Example,
@@ -79,18 +80,17 @@ def fits(
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
     sizes = _memory(target.device, memory, headroom)
     if isinstance(optimizer, str):
+        if not isinstance(model, torch.nn.Module):
+            refuse_for_function({"optimizer": optimizer})
+        assert isinstance(model, torch.nn.Module)
         optimizer = optimizer_class(optimizer)([p for p in model.parameters() if p.requires_grad])
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     host = options.get("host")
     there = None if host is None else target.device.host_memory(host)
     tracer = DeviceTracer(recipe, began + options.get("time_limit_s", 2 * TIME_LIMIT_S), target, there)
-    if sequence_dim is not None and tracer.size(sequence_dim) is None:
-        raise OptionError(
-            f"sequence_dim={sequence_dim}: the tensors of the example do not share one size in that dimension",
-            hint="give the dimension in which all tensors of the example have the sequence length, usually 1",
-        )
-    return _Forecast(tracer, target, *sizes, step=tracer.traced()).report(began, sequence_dim)
+    longer = None if sequence_dim is None else sequence_of(example, sequence_dim)
+    return _Forecast(tracer, target, *sizes, step=tracer.traced()).report(began, longer)
 
 
 def _memory(device: Device, memory: Amount | None, headroom: float) -> tuple[int, int, int]:
@@ -124,16 +124,16 @@ class _Forecast:
     step: TracedStep
     remarks: list[str] = field(default_factory=list[str])
 
-    def report(self, began: float, sequence_dim: int | None) -> Fits:
+    def report(self, began: float, longer: Growing | None) -> Fits:
         """The answers, in the order of importance: there may be time for one of the largest sizes only."""
         tracer, step = self.tracer, self.step
         self._caveats()
         # The search has to prove its result, and rarely needs more time.
         smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)), host=tracer.host)
         verdict, result = self._best(smallest)
-        sequence, batch = None if sequence_dim is None else tracer.size(sequence_dim), tracer.size(0)
+        larger = Growing.along(tracer.recipe.example, "batch", 0)
         search = {"tracer": tracer, "step": step, "available_bytes": self.available_bytes, "remarks": self.remarks}
-        longest = None if sequence_dim is None else SizeSearch(**search, name="sequence", dim=sequence_dim).run()
+        longest = None if longer is None else SizeSearch(**search, growing=longer).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
         by_update = floor_bytes == step.update_bytes
         return Fits(
@@ -152,9 +152,9 @@ class _Forecast:
             why="the optimizer's step needs all gradients" if by_update else smallest.why,
             result=result,
             reserved_bytes=self._reserved(result),
-            batch=batch,
-            largest_batch=None if batch is None else SizeSearch(**search).run(),
-            sequence=sequence,
+            batch=None if larger is None else larger.size,
+            largest_batch=None if larger is None else SizeSearch(**search, growing=larger).run(),
+            sequence=None if longer is None else longer.size,
             longest_sequence=longest,
             remarks=tuple(self.remarks),
             elapsed_s=time.perf_counter() - began,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from msgspec import structs
@@ -23,7 +23,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import TIME_LIMIT_S, takes_options
 from checkmate.studies.affine import AffineGraph, check_same_structure, combined
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
-from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
+from checkmate.torch.forecast.tracer import DeviceTracer, Growing, TracedStep
 from checkmate.torch.options import ForecastOptions, fields_of
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.step.arguments import Example, Loss
@@ -31,6 +31,9 @@ from checkmate.torch.step.recipe import StepRecipe
 
 _SOLVE_S = 2.0
 """Least seconds to start a search for plans."""
+
+SEQUENCE = "sequence"
+"""The name of a size that is halved for further traces."""
 
 _ROWS = 128
 """Attention kernels round lengths up to multiples of these rows (`checkmate.torch.emulate.workspace`)."""
@@ -41,8 +44,9 @@ class LargestBatch:
     """The largest batch, and the longest sequence if requested, for which a plan of the step keeps a budget.
 
     Attributes:
+        name: The name of the size: "batch", or the first in ``dynamic_shapes``.
         budget_bytes: The budget.
-        batch: The largest batch found.
+        batch: The largest size found.
         plan: A plan of the step at that batch, for the argument ``plan`` of `checkmate.torch.compile`.
         result: Its peak and cost.
         upper_bound: No larger batch has a plan within the budget.
@@ -53,6 +57,7 @@ class LargestBatch:
         elapsed_s: Wall seconds.
     """
 
+    name: str
     budget_bytes: int
     batch: int
     plan: Plan
@@ -65,10 +70,10 @@ class LargestBatch:
 
     def render(self) -> str:
         """The sizes with their bounds as text."""
-        lines = [_described("batch", self.batch, self.result, self.upper_bound, self.why)]
+        lines = [_described(self.name, self.batch, self.result, self.upper_bound, self.why)]
         longest = self.longest_sequence
         if longest is not None:
-            lines.append(_described("sequence", longest.batch, longest.result, longest.upper_bound, longest.why))
+            lines.append(_described(SEQUENCE, longest.batch, longest.result, longest.upper_bound, longest.why))
         return "\n".join([f"within {format_bytes(self.budget_bytes)}", *lines, *self.remarks])
 
     __str__ = render
@@ -76,13 +81,14 @@ class LargestBatch:
 
 @takes_options(ForecastOptions, StepRecipe, time_limit_s=2 * TIME_LIMIT_S, host=None)
 def largest_batch(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[..., Any],
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     example: Example,
     budget: Amount,
     sequence_dim: int | None = None,
+    dynamic_shapes: Any = None,
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
     clip_norm: float | None = None,
     **options: Unpack[ForecastOptions],
@@ -98,9 +104,13 @@ def largest_batch(
         model: As in `compile`, like ``loss``, ``optimizer``, ``whole``, ``clip_norm`` and ``autocast``.
         loss: The loss.
         optimizer: The optimizer. Its state counts, also before its first step.
-        example: A batch of any size, whose tensors all have the batch as first dimension. Only shapes and types are used.
+        example: A batch of any size, whose tensors all have the batch as first dimension, or ``dynamic_shapes`` names the
+            dimensions that grow. Only shapes and types are used.
         budget: Total bytes on the device, such as ``"8GiB"``.
         sequence_dim: A dimension of the example's tensors, e.g. 1; its largest size at the example's batch is also searched.
+        dynamic_shapes: Names of dimensions of the example's tensors, as `torch.export.export` takes them, or as strings:
+            ``(None, {0: "edges"}, {0: "edges"})``. The size searched is then that of the first name, and sizes of other names
+            grow in proportion to it, as the atoms and the edges of a structure do.
         max_overhead: Limit on the cost of the plan: a factor over computing each op once, such as 1.3, or one extra forward.
         clip_norm: Largest norm of all gradients together.
         options: Further options; `ForecastOptions` describes them.
@@ -108,7 +118,7 @@ def largest_batch(
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
         PlanNotFoundError: No batch was confirmed by its own trace.
-        OptionError: The tensors of the example have no common size in the dimension.
+        OptionError: The tensors of the example have no common size in the dimension, or ``dynamic_shapes`` does not match them.
         GraphBreakError: The step cannot be traced as one graph.
         GraphError: The step has another structure at other sizes.
 
@@ -127,25 +137,28 @@ def largest_batch(
     host = options.get("host")
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options), on_host=host is not None)
     tracer = DeviceTracer(recipe, until, host=None if host is None else measured_host(recipe.device, parse_bytes(host)))
-    _check_size(tracer, 0, "all tensors of the example need the batch as first dimension")
-    if sequence_dim is not None:
-        _check_size(tracer, sequence_dim, "give the dimension in which all tensors have the sequence length, usually 1")
-    with progress.shown("looking for the largest batch"):
+    if dynamic_shapes is None:
+        hint = 'give batches first in all tensors, or name the dimensions that grow: dynamic_shapes=(None, {0: "edges"})'
+        larger = _along(example, "batch", 0, hint)
+    else:
+        larger = Growing.named(example, dynamic_shapes)
+    longer = None if sequence_dim is None else sequence_of(example, sequence_dim)
+    with progress.shown(f"looking for the largest {larger.name}"):
         step = tracer.traced()
         _check_update(step, budget_bytes)
-        search = SizeSearch(tracer=tracer, step=step, available_bytes=budget_bytes, max_overhead=max_overhead)
-        return _largest(search, sequence_dim, began)
+        search = SizeSearch(tracer=tracer, step=step, available_bytes=budget_bytes, growing=larger, max_overhead=max_overhead)
+        return _largest(search, None if longer is None else replace(search, growing=longer, _graphs={}), began)
 
 
-def _largest(search: SizeSearch, sequence_dim: int | None, began: float) -> LargestBatch:
+def _largest(search: SizeSearch, longer: SizeSearch | None, began: float) -> LargestBatch:
     """The largest batch, and the longest sequence, each in half of the remaining time."""
     tracer, until = search.tracer, search.tracer.until
-    longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _graphs={})
     if longer is not None:
         tracer.until -= (until - time.perf_counter()) / 2
     found = search.found()
     tracer.until = until
     return LargestBatch(
+        name=search.growing.name,
         budget_bytes=search.available_bytes,
         batch=found.batch,
         plan=found.plan,
@@ -158,9 +171,17 @@ def _largest(search: SizeSearch, sequence_dim: int | None, began: float) -> Larg
     )
 
 
-def _check_size(tracer: DeviceTracer, dim: int, hint: str) -> None:
-    if tracer.size(dim) is None:
+def sequence_of(example: Example, dim: int) -> Growing:
+    """The dimension of the sequence."""
+    hint = "give the dimension in which all tensors of the example have the sequence length, usually 1"
+    return _along(example, SEQUENCE, dim, f"sequence_dim={dim}: {hint}")
+
+
+def _along(example: Example, name: str, dim: int, hint: str) -> Growing:
+    found = Growing.along(example, name, dim)
+    if found is None:
         raise OptionError(f"the tensors of the example do not share one size in dimension {dim}", hint=hint)
+    return found
 
 
 def _check_update(step: TracedStep, budget_bytes: int) -> None:
@@ -191,11 +212,15 @@ class SizeSearch:
     tracer: DeviceTracer
     step: TracedStep  # at the size of the example
     available_bytes: int
-    name: Literal["batch", "sequence"] = "batch"
-    dim: int = 0
+    growing: Growing
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD
     remarks: list[str] = field(default_factory=list[str])  # reservations, or the reason why there is no answer
     _graphs: dict[int, Graph] = field(default_factory=dict[int, Graph])
+
+    @property
+    def name(self) -> str:
+        """The name of the size."""
+        return self.growing.name
 
     def run(self) -> MaxBatch | None:
         """The largest size; None, with a remark, if unknown."""
@@ -229,11 +254,11 @@ class SizeSearch:
             budget_bytes=self.available_bytes,
             limits=Limits(time_s=tracer.share_s(0.6)),  # the rest is for the trace that confirms the size
             max_overhead=self.max_overhead,
-            size_name="length" if self.name == "sequence" else self.name,
+            size_name="length" if self.name == SEQUENCE else self.name,
             host=tracer.host,
         )
         # On an emulated device, attention pads other lengths to multiples of 8 by separate ops.
-        if self.name == "sequence" and found.batch > _ROWS and tracer.target is not None:
+        if self.name == SEQUENCE and found.batch > _ROWS and tracer.target is not None:
             found = replace(found, batch=found.batch - found.batch % _ROWS)
         if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
             self.remarks.append(f"the largest {self.name} is from lines through {small} and {large}, and was not traced itself")
@@ -262,10 +287,9 @@ class SizeSearch:
         Batches are doubled. Sequences are halved, because a longer one may have more positions than the model. Size 1 is special:
         torch broadcasts it, and its stride is arbitrary, so that the graph may differ from all others.
         """
-        tracer, now = self.tracer, self.tracer.size(self.dim)
-        assert now is not None
+        tracer, now = self.tracer, self.growing.size
         self._graphs[now] = self.step.graph
-        if self.name == "batch" or now < 4:
+        if self.name != SEQUENCE or now < 4:
             return max(2, now), 2 * max(2, now)
         half, quarter = now // 2, now // 4
         self._graph(half)
@@ -275,7 +299,7 @@ class SizeSearch:
     def _graph(self, size: int) -> Graph:
         """The graph of the step at a size."""
         if size not in self._graphs:
-            self._graphs[size] = self.tracer.traced(self.dim, size).graph
+            self._graphs[size] = self.tracer.traced(self.growing, size).graph
         return self._graphs[size]
 
 

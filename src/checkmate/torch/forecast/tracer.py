@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,65 @@ def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     if name.lower() not in OPTIMIZERS:
         raise OptionError(f"no optimizer {name!r} is known by name", hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer")
     return OPTIMIZERS[name.lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Dimensions of the tensors of an example that grow together, in proportion."""
+
+    name: str
+    size: int  # in the example, of the first
+    dims: tuple[tuple[int, ...], ...]  # of each tensor
+
+    @classmethod
+    def along(cls, example: Any, name: str, dim: int) -> Growing | None:
+        """One dimension of all tensors that have it; None if their sizes differ."""
+        leaves = [t for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor)]
+        sizes = {t.shape[dim] for t in leaves if t.ndim > dim}
+        return cls(name, sizes.pop(), tuple((dim,) if t.ndim > dim else () for t in leaves)) if len(sizes) == 1 else None
+
+    @classmethod
+    def named(cls, example: Any, dynamic_shapes: Any) -> Growing:
+        """The dimensions that ``dynamic_shapes`` names, as `torch.export.export` takes it; a name may be a string, too."""
+        leaves, structure = pytree.tree_flatten(example)
+        hint = 'give for each element of the example None or a mapping, such as dynamic_shapes=(None, {0: "edges"})'
+        try:
+            given = structure.flatten_up_to(type(example)(dynamic_shapes))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"dynamic_shapes={dynamic_shapes!r} is not like the example", hint=hint) from error
+        sizes: dict[str, int] = {}
+        dims = list[tuple[int, ...]]()
+        for leaf, names in zip(leaves, given, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            named = {d: n for d, n in (names.items() if isinstance(names, Mapping) else enumerate(names or ())) if n is not None}
+            for d, n in named.items():
+                name = n if isinstance(n, str) else getattr(n, "__name__", "")
+                if not name or d not in range(leaf.ndim):
+                    raise OptionError(
+                        f"dynamic_shapes: a tensor {tuple(leaf.shape)} has no dimension {d} to name {n!r}", hint=hint
+                    )
+                if sizes.setdefault(name, leaf.shape[d]) != leaf.shape[d]:
+                    shown = f"{name!r} has the sizes {sizes[name]} and {leaf.shape[d]}"
+                    raise OptionError(f"dynamic_shapes: {shown}", hint="give each size another name")
+            dims.append(tuple(named))
+        if not sizes:
+            raise OptionError("dynamic_shapes names no dimension", hint=hint)
+        name, size = next(iter(sizes.items()))
+        return cls(name, size, tuple(dims))
+
+    def resized(self, example: Any, size: int = 0) -> Any:
+        """An example of another size, or of the same, in new storages: the storage of a slice may be a whole data set."""
+        mode, each = FakeTensorMode(), iter(self.dims)
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            grows = next(each, ())
+            shape = [-(-n * (size or self.size) // self.size) if d in grows else n for d, n in enumerate(tensor.shape)]
+            order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # for example channels last
+            with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
+                return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
+
+        return pytree.tree_map_only(torch.Tensor, resized, example)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,41 +139,33 @@ class DeviceTracer:
         """Whether that much time is left."""
         return time.perf_counter() + seconds <= self.until
 
-    def size(self, dim: int) -> int | None:
-        """Size of a dimension of the example's tensors, or None if their sizes differ."""
-        leaves = pytree.tree_leaves(self.recipe.example)
-        sizes = {t.shape[dim] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > dim}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def traced(self, dim: int = 0, size: int | None = None) -> TracedStep:
-        """The step at a size of a dimension of the example's tensors, by default the size of the example."""
+    def traced(self, growing: Growing | None = None, size: int = 0) -> TracedStep:
+        """The step at the size of its example, or at another size of some dimensions."""
         began = time.perf_counter()
         recipe, target = self.recipe, self.target
-        if not isinstance(recipe.model, torch.nn.Module):
-            raise OptionError("a forecast is for a model, and the step is a function", hint="give the model and its loss")
         granule = 1 if target is None else target.device.granule_bytes
         if target is not None:
             target.unknown_workspace.clear()
             target.cpu_only.clear()
-        example = _resized(recipe.example, dim, size)
-        with fake_inputs(example, recipe.model, recipe.loss, recipe.optimizer) as batch:
-            there = [*recipe.model.parameters(), *recipe.model.buffers()]
+        example = (growing or Growing("", 1, ())).resized(recipe.example, size)
+        modules, optimizers = recipe.owners()
+        with fake_inputs(example, *modules, *optimizers) as batch:
+            there = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}.values()
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
             on_host = {storage_key(t) for t in there if self.host is not None and is_frozen(t)}
             moved = [_rounded(p, granule) for p in trained]
-            optimizer = recipe.optimizer
-            state = 0 if optimizer is None else state_bytes(optimizer, granule)
+            state = sum(state_bytes(optimizer, granule) for optimizer in optimizers)
             spec = replace(recipe, example=batch).spec()
             options = Options(reserve=state, costs="measured" if target is None else "estimated")
             if self.host is not None:
                 options = replace(options, budget="100%", host=self.host.bytes)
             graph = trace_step(spec, batch, options, target).whole.graph
             update = 0
-            if optimizer is not None and not spec.whole:
+            if optimizers and not spec.whole:
                 kind = trained[0].device.type if target is None else target.device.kind
-                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
-            unknown = optimizer is not None and not optimizer.state and missing_state_bytes(optimizer) is None
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizers[0], kind)
+            unknown = [type(o).__name__ for o in optimizers if not o.state and missing_state_bytes(o) is None]
         self.trace_s = time.perf_counter() - began
         return TracedStep(
             graph=graph,
@@ -123,21 +174,8 @@ class DeviceTracer:
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,
             update_bytes=update,
-            stateless=type(optimizer).__name__ if unknown else "",
+            stateless=", ".join(unknown),
         )
-
-
-def _resized(example: Any, dim: int, size: int | None) -> Any:
-    """An example of another size, or of the same, in new storages: the storage of a slice may be a whole data set."""
-    mode = FakeTensorMode()
-
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        shape = [size if d == dim and size is not None else n for d, n in enumerate(tensor.shape)]
-        order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # for example channels last
-        with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
-            return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
-
-    return pytree.tree_map_only(torch.Tensor, resized, example)
 
 
 def _rounded(tensor: torch.Tensor, granule: int) -> int:

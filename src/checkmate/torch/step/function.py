@@ -206,6 +206,12 @@ def _options(optimizer: optim.Optimizer) -> str:
     return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
 
+def owners(function: Callable[..., Any]) -> tuple[list[nn.Module], list[optim.Optimizer]]:
+    """The modules and the optimizers that a function reads."""
+    values = [value for _, value in _reads(function)]
+    return [v for v in values if isinstance(v, nn.Module)], [v for v in values if isinstance(v, optim.Optimizer)]
+
+
 def _parameters(read: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
     """The parameters of the modules and optimizers among values."""
     for _, value in read:

@@ -22,6 +22,7 @@ from checkmate.torch.graph.host_weights import traced_on_device
 from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UNSCALING, Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.arguments import Example, Loss, validate_arguments
+from checkmate.torch.step.function import owners
 
 Program = Callable[..., tuple[Any, torch.Tensor]]
 
@@ -278,8 +279,8 @@ class StepRecipe:
             program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm, scale=scale)
             if self.clip_norm is not None or scaling is not None:
                 _log.info("clip_norm and scaler read all gradients: all of them are held until the last one is computed")
-            traced = functools.partial(traced_on_device, self.device) if self.on_host else nullcontext
-            return StepSpec(program, forward, functools.partial(_finish_whole, updates, scaling), whole=True, traced=traced)
+            finish = functools.partial(_finish_whole, updates, scaling)
+            return StepSpec(program, forward, finish, whole=True, traced=self._traced)
         if self.whole or self.micro_batches > 1:
             what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
             raise OptionError(
@@ -294,7 +295,11 @@ class StepRecipe:
     def _spec_of_function(self, function: Callable[..., Any]) -> StepSpec:
         given = {n: getattr(self, n) is not None for n in ("whole", "clip_norm", "scaler", "autocast")}
         refuse_for_function(given | {"micro_batches": self.micro_batches != 1}, "write it into the function")
-        return StepSpec(function, function, lambda run: (run(), None), whole=True, flat=True)
+        return StepSpec(function, function, lambda run: (run(), None), whole=True, flat=True, traced=self._traced)
+
+    def _traced(self) -> AbstractContextManager[None]:
+        """Context in which the step is traced."""
+        return traced_on_device(self.device) if self.on_host else nullcontext()
 
     def spec_of_model(self) -> StepSpec:
         """The model alone, called with the example; a plain loop compiles it."""
@@ -321,11 +326,18 @@ class StepRecipe:
 
         return with_unique_code(autocast)
 
+    def owners(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        """The modules and the optimizers of the step."""
+        if not isinstance(self.model, torch.nn.Module):
+            return owners(self.model)
+        modules = [m for m in (self.model, self.loss) if isinstance(m, torch.nn.Module)]
+        return modules, [] if self.optimizer is None else [self.optimizer]
+
     @property
     def device(self) -> torch.device:
         """The device of the step: of the batch and of all that is trained."""
         tensors = [t for t in pytree.tree_leaves(self.example) if isinstance(t, torch.Tensor)]
-        tensors += [p for p in self.model.parameters() if p.requires_grad] if isinstance(self.model, torch.nn.Module) else []
+        tensors += [p for module in self.owners()[0] for p in module.parameters() if p.requires_grad]
         return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
     @property

@@ -202,7 +202,8 @@ def compile(  # noqa: A001 - named like torch.compile
     if isinstance(model, torch.nn.Module):
         refuse_untrainable(model)
     else:
-        refuse_for_function({"compiler": checked.compiler == "inductor", "dynamic": options.get("dynamic")})
+        respected = checked.checkpoints == "respected"
+        refuse_for_function({"dynamic": options.get("dynamic"), "accumulate": checked.accumulate, "checkpoints": respected})
     whole = _whole(recipe, checked)
     if recipe.autocast is torch.float16 and optimizer is not None and recipe.active_scaler is None:
         raise OptionError(
@@ -251,15 +252,16 @@ def capture(
     given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     if not isinstance(model, torch.nn.Module):
-        refuse_for_function({"device": device, "plain_loop": plain_loop})
+        refuse_for_function({"plain_loop": plain_loop})
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     checked = Options(costs=costs, chunking=chunking, **fields_of(Options, options))
     if target is not None or costs != "measured":
         check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
-    state = 0 if optimizer is None else state_bytes(optimizer, granule)
+    modules, optimizers = recipe.owners()
+    state = sum(state_bytes(optimizer, granule) for optimizer in optimizers)
     checked = replace(checked, reserve=checked.reserve_bytes + state)
-    with fake_inputs(example, model, loss, optimizer) as batch:
+    with fake_inputs(example, *modules, *optimizers) as batch:
         if plain_loop:
             inputs = batch if loss is None or isinstance(batch, Mapping) else tuple(batch)[:-1]
             recipe = replace(recipe, loss=None, example=inputs)
@@ -276,18 +278,19 @@ def _whole(recipe: StepRecipe, options: Options) -> bool | None:
 
     Inductor compiles updates only with ``whole`` or ``micro_batches``: it rounds them in another way.
     """
-    whole = recipe.whole
+    whole, is_function = recipe.whole, not isinstance(recipe.model, torch.nn.Module)
     if options.checkpoints == "respected":
         if whole:
             raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
         whole = False
     if options.compiler == "inductor":
         whole = whole or (recipe.micro_batches > 1 and whole is None)
-        reason = uncompiled_reason(recipe.optimizer) if whole and recipe.optimizer is not None else None
+        compiled = recipe.owners()[1] if whole or is_function else ()
+        reason = next(filter(None, map(uncompiled_reason, compiled)), None)
         reason = "a scaler decides on them in each step" if whole and recipe.active_scaler is not None else reason
         if reason is not None:
             raise OptionError(
                 f"compiler='inductor' cannot compile the updates of a whole step: {reason}",
                 hint="leave out whole=True and micro_batches, or use compiler='eager', which calls the optimizer's own code",
             )
-    return whole and not options.accumulate
+    return recipe.whole if is_function else whole and not options.accumulate
