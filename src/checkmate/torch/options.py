@@ -130,6 +130,7 @@ class ForecastOptions(TracedOptions, total=False):
 
     Attributes:
         whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain training loop.
+        micro_batches: As in `compile`, like ``clip_norm`` and ``outputs``. A largest batch is a multiple of it.
         autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
         time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and a largest size takes
             three traces; searches without any time left are skipped, with a remark.
@@ -137,6 +138,9 @@ class ForecastOptions(TracedOptions, total=False):
     """
 
     whole: bool | None
+    micro_batches: int
+    clip_norm: float | None
+    outputs: Outputs
     host: Amount | None
 
 

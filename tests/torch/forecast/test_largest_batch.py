@@ -122,6 +122,21 @@ def test_nothing_of_the_training_changes() -> None:
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
 
 
+def test_micro_batches_divide_the_batch() -> None:
+    """The batch that is found runs on its plan, and does not fit in one part."""
+    model, loss = nn.Linear(64, 64), nn.functional.mse_loss
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given: dict[str, Any] = {"budget": "512KiB", "outputs": "released"}
+    x = torch.ones(6, 64)
+    found = largest_batch(model, loss, optimizer, example=(x, x), micro_batches=3, time_limit_s=8, **given)
+    assert found.batch % 3 == 0
+    batch = torch.ones(found.batch, 64), torch.zeros(found.batch, 64)
+    step = checkmate.torch.compile(model, loss, optimizer, example=batch, micro_batches=3, plan=found.plan, **given)
+    assert total(step, *batch) <= 2**19
+    with pytest.raises(InfeasibleBudgetError):
+        checkmate.torch.compile(model, loss, optimizer, example=batch, time_limit_s=2, **given)
+
+
 def test_a_mapping_and_a_model_with_its_loss() -> None:
     """As models of transformers are called."""
     ids, labels = tokens(2, 8)

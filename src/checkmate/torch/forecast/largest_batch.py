@@ -90,7 +90,6 @@ def largest_batch(
     sequence_dim: int | None = None,
     dynamic_shapes: Any = None,
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
-    clip_norm: float | None = None,
     **options: Unpack[ForecastOptions],
 ) -> LargestBatch:
     """The largest batch for which a plan of a training step keeps a budget, in place of halving it until nothing fails.
@@ -101,7 +100,7 @@ def largest_batch(
     square of the length. The upper bound holds if sizes are these lines and parabolas, or grow faster.
 
     Args:
-        model: As in `compile`, like ``loss``, ``optimizer``, ``whole``, ``clip_norm`` and ``autocast``.
+        model: As in `compile`, like ``loss`` and ``optimizer``.
         loss: The loss.
         optimizer: The optimizer. Its state counts, also before its first step.
         example: A batch of any size, whose tensors all have the batch as first dimension, or ``dynamic_shapes`` names the
@@ -112,7 +111,6 @@ def largest_batch(
             ``(None, {0: "edges"}, {0: "edges"})``. The size searched is then that of the first name, and sizes of other names
             grow in proportion to it, as the atoms and the edges of a structure do.
         max_overhead: Limit on the cost of the plan: a factor over computing each op once, such as 1.3, or one extra forward.
-        clip_norm: Largest norm of all gradients together.
         options: Further options; `ForecastOptions` describes them.
 
     Raises:
@@ -133,7 +131,7 @@ def largest_batch(
     began = time.perf_counter()
     until = began + options.get("time_limit_s", 2 * TIME_LIMIT_S)
     budget_bytes = parse_bytes(budget)
-    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example, "clip_norm": clip_norm}
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
     host = options.get("host")
     recipe = StepRecipe(**given, **fields_of(StepRecipe, options), on_host=host is not None)
     tracer = DeviceTracer(recipe, until, host=None if host is None else measured_host(recipe.device, parse_bytes(host)))
@@ -257,9 +255,9 @@ class SizeSearch:
             size_name="length" if self.name == SEQUENCE else self.name,
             host=tracer.host,
         )
-        # On an emulated device, attention pads other lengths to multiples of 8 by separate ops.
-        if self.name == SEQUENCE and found.batch > _ROWS and tracer.target is not None:
-            found = replace(found, batch=found.batch - found.batch % _ROWS)
+        found = replace(found, batch=self._rounded(found.batch))
+        if found.batch < 1:
+            raise PlanNotFoundError("no plan was found for one row in each micro batch", hint="lower micro_batches")
         if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
             self.remarks.append(f"the largest {self.name} is from lines through {small} and {large}, and was not traced itself")
             return found
@@ -273,13 +271,20 @@ class SizeSearch:
             if peak <= self.available_bytes:
                 return replace(found, batch=size, plan=plan, result=evaluate(graph, plan))
             size = size * self.available_bytes // peak
+            size = self._rounded(size - size % _ROWS if size > _ROWS else size)
             if peak > 1.02 * self.available_bytes or size < 1:
                 break
-            size -= size % _ROWS if size > _ROWS else 0
         raise PlanNotFoundError(
             f"sizes do not grow in a line from {small} to {found.batch}",
             hint=f"give an example whose {self.name} is nearer to {found.batch}",
         )
+
+    def _rounded(self, size: int) -> int:
+        """The largest possible size that is no larger."""
+        if self.name != SEQUENCE:
+            return size - size % self.tracer.recipe.micro_batches
+        # On an emulated device, attention pads other lengths to multiples of 8 by separate ops.
+        return size - size % _ROWS if size > _ROWS and self.tracer.target is not None else size
 
     def _first_sizes(self) -> tuple[int, ...]:
         """The sizes to trace: lines through two of the graphs, or parabolas through three, give the graph at any size.
@@ -290,7 +295,8 @@ class SizeSearch:
         tracer, now = self.tracer, self.growing.size
         self._graphs[now] = self.step.graph
         if self.name != SEQUENCE or now < 4:
-            return max(2, now), 2 * max(2, now)
+            now = max(2 * tracer.recipe.micro_batches, now)
+            return now, 2 * now
         half, quarter = now // 2, now // 4
         self._graph(half)
         wanted = quarter > 1 and tracer.has_time_for(_SOLVE_S + 2 * tracer.trace_s)
