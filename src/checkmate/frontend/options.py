@@ -103,14 +103,19 @@ def budget_of_environment() -> str | None:
     return os.environ.get(BUDGET_VARIABLE) or None
 
 
-def lightning_callbacks() -> list[Any]:
+def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
     """The callbacks for a new ``Trainer`` of Lightning, whose entry point this is: none if the environment has no budget.
 
     Lightning calls it in every training. Without a budget nothing else is imported.
     """
     if budget_of_environment() is None:
         return []
-    return importlib.import_module("checkmate.torch.integrations.lightning").callbacks()
+    return importlib.import_module("checkmate.torch.integrations.lightning").callbacks(package)
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """The same for the package ``pytorch_lightning``, whose classes are others."""
+    return lightning_callbacks("pytorch_lightning")
 
 
 def parsed(budget: Amount | Budget | None) -> Budget | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from checkmate.torch.integrations.script import TrainingReport, training_within
 from checkmate.torch.steps.coordinator import coordinator
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
-ROOT = Path(__file__).parents[3]
 BUDGET = {"time_limit_s": 1, "costs": "estimated"}
 
 
@@ -203,7 +200,7 @@ def test_the_environment_has_the_budget_of_trainers(environ):
 
 @pytest.mark.filterwarnings("ignore")  # of lightning, about loggers and workers
 def test_lightning_finds_the_budget_of_the_environment(environ, tmp_path):
-    """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one.
+    """Its entry point makes the callbacks of every Trainer.
 
     Here the Trainer has two of them, where the package is installed: the one that it is given, and that of the entry point.
     """
@@ -221,13 +218,7 @@ def test_lightning_finds_the_budget_of_the_environment(environ, tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
-    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.pytorch.callbacks_factory"]
-    assert entry == {"checkmate": f"{lightning_callbacks.__module__}:{lightning_callbacks.__name__}"}
-    environ.pop("CHECKMATE_BUDGET", None)
-    assert lightning_callbacks() == []
     environ["CHECKMATE_BUDGET"] = "100%"
-    with training_within("70%"):
-        assert lightning_callbacks() == []
     (callback,) = lightning_callbacks()
     trainer = lightning.Trainer(
         max_epochs=1,

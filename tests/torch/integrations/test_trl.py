@@ -63,6 +63,30 @@ def _by_formulas(
     return [value.detach() for value in values], gradients
 
 
+def stub_of_trainer(model: Any, **more: Any) -> Any:
+    args, accelerator = SimpleNamespace(gradient_checkpointing=False), SimpleNamespace(unwrap_model=lambda m: m)
+    return SimpleNamespace(model=model, args=args, accelerator=accelerator, **more)
+
+
+@pytest.mark.parametrize(("respected", "hooks"), [(False, 1), (True, 3)])
+def test_generations_add_no_hooks(monkeypatch: pytest.MonkeyPatch, respected: bool, hooks: int) -> None:
+    """TRL turns checkpointing off and on around each; transformers adds a hook each time, and Dynamo would compile again."""
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", SimpleNamespace(_use_triton=None, _ChunkedLogProbFunction=None))
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+    config = transformers.LlamaConfig(**sizes)
+    trainer = stub_of_trainer(transformers.LlamaForCausalLM(config))
+    trainer.args.gradient_checkpointing = True
+    trainer.model.gradient_checkpointing_enable()
+    train_within(trainer, "1GiB", **{"checkpoints": "respected"} if respected else {})
+    for _ in range(2):  # `_unwrap_model_for_generation` in trl/models/utils.py
+        if trainer.model.is_gradient_checkpointing:
+            trainer.model.gradient_checkpointing_disable()
+            trainer.model.gradient_checkpointing_enable()
+    assert trainer.args.gradient_checkpointing == trainer.model.is_gradient_checkpointing == respected
+    assert len(trainer.model.get_input_embeddings()._forward_hooks) == hooks
+
+
 @pytest.mark.parametrize(("temperature", "softcap"), [pytest.param(1.0, None, marks=pytest.mark.slow), (0.5, 3.0)])
 def test_a_forward_that_returns_log_probabilities_runs_in_pieces(
     monkeypatch: pytest.MonkeyPatch, temperature: float, softcap: float | None
@@ -74,7 +98,7 @@ def test_a_forward_that_returns_log_probabilities_runs_in_pieces(
     model, reference = (with_fused_head(Model(), utils, temperature, softcap) for _ in range(2))
     ids, labels = torch.randint(VOCABULARY, (2, 8, 128))
     expected, gradients = _by_formulas(model, ids, labels, temperature, softcap)
-    trainer = SimpleNamespace(model=model, ref_model=reference, accelerator=SimpleNamespace(unwrap_model=lambda m: m))
+    trainer = stub_of_trainer(model, ref_model=reference)
     train_within(trainer, "6MiB", time_limit_s=1)
     for value, wanted in zip(model(ids, labels, fused_lm_head=True), expected, strict=True):
         torch.testing.assert_close(value, wanted)
@@ -141,7 +165,7 @@ def _trainer(kind: str, folder: str) -> Any:
             "max_completion_length": 128,
             "generation_kwargs": {"min_new_tokens": 128},
             "beta": 0.1,
-            "gradient_checkpointing": False,  # otherwise each generation adds hooks, and Dynamo compiles again
+            "gradient_checkpointing": True,
         }
         reward = lambda completions, **_: [float(len(set(text.split())) % 7) for text in completions]  # noqa: E731
         data = Dataset.from_list([{"prompt": text(128)} for _ in range(8)])

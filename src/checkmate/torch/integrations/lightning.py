@@ -1,31 +1,30 @@
-"""Lightning within the budget of the environment: the module behind its entry point ``lightning.pytorch.callbacks_factory``.
-
-In a separate module, since it imports lightning.
-"""
+"""Lightning within the budget of the environment: the module behind the entry points of its two packages."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
-
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
 
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch.integrations.script import TrainingReport, is_active, training_within
 
 
-def callbacks() -> list[Callback]:
-    """The callbacks for a new ``Trainer``: none if the environment has no budget, or the whole script has one."""
+def callbacks(package: str) -> list[Any]:
+    """The callbacks for a new ``Trainer`` of a package: none if the environment has no budget, or the whole script has one."""
     budget = budget_of_environment()
-    return [] if budget is None or is_active() else [WithinBudget(budget)]
+    if budget is None or is_active():
+        return []
+    within = type("WithinBudget", (_WithinBudget, import_module(package).Callback), {})
+    return [within(budget, import_module(f"{package}.utilities").rank_zero_info)]
 
 
-class WithinBudget(Callback):
+class _WithinBudget:
     """Compiles the modules of the optimizers of ``Trainer.fit`` within a budget, and reports the plans at the end."""
 
-    def __init__(self, budget: str) -> None:
-        self._budget = budget
+    def __init__(self, budget: str, told: Callable[[str], None]) -> None:
+        self._budget, self._told = budget, told
         self._running = contextlib.ExitStack()
         self._report: TrainingReport | None = None
 
@@ -42,4 +41,4 @@ class WithinBudget(Callback):
         """End with a report."""
         self._running.close()
         if self._report is not None and stage == "fit":
-            rank_zero_info("\n".join(["checkmate:", *self._report.lines()]))
+            self._told("\n".join(["checkmate:", *self._report.lines()]))

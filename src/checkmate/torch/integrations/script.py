@@ -12,8 +12,9 @@ import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Set
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -199,12 +200,29 @@ class _Training:
             self._report.optimizers += 1
             compiled = {id(inner) for ref in self._compiled if (outer := ref()) is not None for inner in outer.modules()}
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for module in instances(nn.Module):
+            modules = list(instances(nn.Module))
+            deriving = self._told_of_derivatives([m for m in modules if _derives(type(m))], owned)
+            for module in modules:
                 traced = not isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) and id(module) not in compiled
+                traced = traced and deriving.isdisjoint(map(id, module.modules()))
                 if traced and any(id(p) in owned for p in module.parameters()) and called_through(module) is None:
                     call_through(module, _FirstCall(module, self._options))
 
         return init
+
+    def _told_of_derivatives(self, deriving: Iterable[nn.Module], owned: Set[int]) -> set[int]:
+        """Modules that take derivatives that are derived again, and all modules in them: nothing of them can be compiled."""
+        found = set[int]()
+        for module in deriving:
+            inside = {id(inner) for inner in module.modules()}
+            if not inside <= found and any(id(p) in owned for p in module.parameters()):
+                _log.warning(
+                    "%s derives with create_graph=True, which torch.compile cannot: it is trained as it is, without a budget"
+                    "\n\nhint: compile the step as a function: checkmate.torch.compile(step_fn, example=..., budget=...)",
+                    type(module).__name__,
+                )
+            found |= inside
+        return found
 
     def compiles(self) -> Callable[..., Any]:
         """`torch.compile` with the backend of this package."""
@@ -232,6 +250,27 @@ class _Training:
             return original(model, backend=backend, **settings)
 
         return compiled
+
+
+@functools.cache
+def _derives(of: type) -> bool:
+    """Whether a method of a class, or a function that one names, derives with ``create_graph``."""
+    stack = [f for base in of.__mro__ for f in vars(base).values() if isinstance(f, FunctionType) and _is_script(f)]
+    known = set[FunctionType]()
+    while stack:
+        function = stack.pop()
+        if function not in known:
+            known.add(function)
+            code = function.__code__
+            if any(isinstance(constant, tuple) and "create_graph" in constant for constant in code.co_consts):
+                return True
+            named = (function.__globals__.get(name) for name in code.co_names)
+            stack += [f for f in named if isinstance(f, FunctionType) and _is_script(f)]
+    return False
+
+
+def _is_script(function: FunctionType) -> bool:
+    return str(function.__module__).partition(".")[0] not in ("torch", "lightning", "pytorch_lightning")
 
 
 def _release(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -15,12 +16,15 @@ from checkmate.core.units import Amount
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat import replaced
 
+_log = logging.getLogger("checkmate.torch")
+
 
 def train_within(trainer: Any, budget: Amount | None = None, **options: Any) -> None:
     """Train a model with a trainer of TRL within a budget, the reference model included: before ``trainer.train()``.
 
     The forwards that return log-probabilities are compiled, and generation runs as before. The output layer and the
-    log-probabilities are computed in ops that can run piece by piece, in place of TRL's own kernel.
+    log-probabilities are computed in ops that can run piece by piece, in place of TRL's own kernel. Gradient checkpointing is
+    turned off, unless ``checkpoints="respected"`` is given: the plan decides what is recomputed.
 
     Args:
         trainer: An ``SFTTrainer``, ``DPOTrainer``, ``GRPOTrainer``, ``RLOOTrainer`` or ``KTOTrainer``.
@@ -35,13 +39,27 @@ def train_within(trainer: Any, budget: Amount | None = None, **options: Any) -> 
         utils = import_module("trl.trainer.utils")
     except ImportError as error:
         raise MissingExtraError("train_within needs trl, which is not installed", hint="pip install trl") from error
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
+    if not scores_in_the_model():
         raise OptionError("train_within needs a TRL whose models compute log-probabilities", hint="pip install 'trl>=1.16'")
     options = {"chunking": "auto", **options, "budget": budget_of_environment() if budget is None else budget}
+    # Transformers adds a hook to the embeddings whenever TRL turns it on again, after each generation, and removes none: Dynamo
+    # would compile the model again in each step.
+    found = [n for n in ("activation_checkpointing", "gradient_checkpointing") if getattr(trainer.args, n, False)]
+    planned = options.get("checkpoints") != "respected"
+    if found and planned:
+        _log.warning("gradient checkpointing is turned off: the plan decides what is recomputed")
+        vars(trainer.args).update(dict.fromkeys(found, False))
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             inner = trainer.accelerator.unwrap_model(model)
+            if planned and getattr(inner, "is_gradient_checkpointing", False):
+                inner.gradient_checkpointing_disable()
             _compile_scoring(inner.get_base_model() if hasattr(inner, "get_base_model") else inner, utils, options)
+
+
+def scores_in_the_model() -> bool:
+    """Whether this TRL has models that compute log-probabilities."""
+    return hasattr(import_module("trl.trainer.utils"), "_ChunkedLogProbFunction")
 
 
 def _compile_scoring(model: torch.nn.Module, utils: Any, options: dict[str, Any]) -> None:
