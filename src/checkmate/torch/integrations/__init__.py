@@ -1,11 +1,18 @@
-"""Adapters to trainers of other libraries, one module per library: transformers' ``Trainer``, accelerate and TRL."""
+"""Adapters to trainers of other libraries, one module per library, and figures of steps for loggers."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "BudgetPlugin": "accelerate", "train_within": "trl"}
+_MODULES = {
+    "BudgetCallback": "transformers",
+    "PeakCallback": "transformers",
+    "MetricsCallback": "lightning",
+    "StepMetrics": "metrics",
+    "BudgetPlugin": "accelerate",
+    "train_within": "trl",
+}
 
 
 def __getattr__(name: str) -> Any:

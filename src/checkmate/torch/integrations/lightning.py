@@ -1,4 +1,4 @@
-"""Lightning within the budget of the environment: the module behind its entry point ``lightning.pytorch.callbacks_factory``.
+"""Lightning within the budget of the environment, by its entry point ``lightning.pytorch.callbacks_factory``, and its loggers.
 
 In a separate module, since it imports lightning.
 """
@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from checkmate.frontend.options import budget_of_environment
+from checkmate.torch.integrations.metrics import StepMetrics
 from checkmate.torch.integrations.script import TrainingReport, is_active, training_within
 
 
@@ -19,6 +20,24 @@ def callbacks() -> list[Callback]:
     """The callbacks for a new ``Trainer``: none if the environment has no budget, or the whole script has one."""
     budget = budget_of_environment()
     return [] if budget is None or is_active() else [WithinBudget(budget)]
+
+
+class MetricsCallback(Callback):
+    """Send the figures of `StepMetrics` to the loggers of a ``Trainer`` of Lightning, in each step that it logs.
+
+    Examples:
+        >>> trainer = lightning.Trainer(logger=WandbLogger(), callbacks=[MetricsCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._metrics = StepMetrics()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Send the figures if the step is one that is logged."""
+        figures = self._metrics()
+        if figures and trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
 
 
 class WithinBudget(Callback):
