@@ -24,7 +24,7 @@ from checkmate.core.files import read, write
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Compute, Discard, Fetch, Free, HostMemory, Offload, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Curve, CurvePoint, Limits, MinBudget, NoPlan, Reason, Result, Termination
+from checkmate.core.result import Curve, CurvePoint, Limits, Measured, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
@@ -85,6 +85,7 @@ __all__ = [
     "LocalSearch",
     "LpRounding",
     "MaxBatch",
+    "Measured",
     "Milp",
     "MinBudget",
     "MissingExtraError",

@@ -59,7 +59,7 @@ def test_demo_prints_the_table_and_writes_one_offline_file(run, training, traine
     assert outcome.code == 0, outcome
     assert re.search(r"^yes  losses and parameters bitwise equal", outcome.out, re.MULTILINE)
     measured_ns = 1e9 * sum(trained.planned.seconds) / len(trained.planned.seconds)
-    beside = f"whose sum is {trained.planned.result.cost / measured_ns:.2f} of the measured time"
+    beside = f"op costs sum to {trained.planned.result.cost / measured_ns:.2f} of the measured "
     assert beside in outcome.out  # a bound on the costs is worth as much as the costs are
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if line.startswith(("keep-all", "plan", "training")))
     page = Path("there/it/is/report.html").read_text()

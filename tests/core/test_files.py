@@ -15,6 +15,7 @@ import checkmate
 from checkmate import Curve, FileFormatError, Graph, Plan, Problem, WrongGraphError, simulate, solve
 from checkmate.core.errors import shortened
 from checkmate.core.files import formats, read_as, schema, schema_of, write_atomically
+from checkmate.core.result import Measured
 from tests.strategies import graphs_and_orders
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
@@ -45,6 +46,17 @@ def test_a_result_round_trips(tmp_path):
     result = solve(Problem(chain(), "100%"))
     checkmate.write(result, tmp_path / "r.json")
     assert checkmate.read(tmp_path / "r.json") == result
+
+
+def test_a_measured_result_round_trips(tmp_path):
+    """What steps measured stays with the plan; a result without it is written as by releases that know no measurements."""
+    result = solve(Problem(chain(), "100%"))
+    checkmate.write(result, tmp_path / "r.json")
+    assert "measured" not in json.loads((tmp_path / "r.json").read_text())
+    measured = Measured(peak_bytes=12, seconds=0.5, planned_s=0.4, curve=((0.0, 4), (1.0, 12)))
+    checkmate.write(msgspec.structs.replace(result, measured=measured), tmp_path / "m.json")
+    assert checkmate.read(tmp_path / "m.json").measured == measured
+    assert repr(checkmate.read(tmp_path / "m.json")).endswith("; op costs sum to 0.80 of the measured 500.0 ms>")
 
 
 def test_a_plan_is_refused_for_another_graph(tmp_path):

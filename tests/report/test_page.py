@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import base64
 import re
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import checkmate
 from benchmarks.generate import gpt_of
 from checkmate import Compute, Plan, simulate
+from checkmate.core.result import Measured
 from checkmate.report import PageText, html_report
 from checkmate.studies.explain import held_at
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
@@ -115,7 +118,7 @@ def keys(page, *words: str) -> None:
 
 def test_everything_can_be_reached_and_read_by_keyboard(page):
     """Tab goes to the figures; arrows walk over the computations; what is chosen is said to a screen reader."""
-    for _ in range(2):
+    for _ in range(4):  # between the figures are the buttons that save one
         keys(page, "TAB")
     assert page.ask("document.activeElement.id") == "memory-1"
     keys(page, "HOME")
@@ -278,6 +281,7 @@ def test_a_graph_without_a_name_has_a_title(name):
             "checkmate.torch.compile(model, loss, optimizer, example=(x, y), plan=&#x27;p.json&#x27;)",
         ),
         ("MatMul", "backward", "checkmate.tf2.compile(model, loss, optimizer, x, y, plan=&#x27;p.json&#x27;)"),
+        ("dot_general", "backward", "checkmate.jax.plan(step_fn, *arguments, plan=&#x27;p.json&#x27;)"),
         ("", "backward", ""),
     ],
 )
@@ -288,18 +292,19 @@ def test_page_says_how_to_run_the_plan(kind, phase, call):
     graph = msgspec.structs.replace(chain(), ops=tuple(ops))
     text = html_report(graph, Plan.from_order(graph, AGAIN), text=PageText(plan_file="p.json"))
     assert (call or "<h2>What to do next</h2>") in text
-    assert ("compile(" in text) == bool(call)
+    assert ("checkmate.torch." in text or "checkmate.tf2." in text or "checkmate.jax." in text) == bool(call)
+    assert text.index("What to do next") < text.index("Memory over the step")
 
 
-ADVICE = ("This plan saves no memory", "A larger budget costs less", "Try a smaller budget", "A cheaper plan may exist")
+ADVICE = ("This plan saves no memory", "in 7.50 MiB nothing is computed twice", "costs only", "A cheaper plan may exist")
 
 
 @pytest.mark.parametrize(
     ("order", "first_cost", "budget", "given"),
     [
-        (KEEP_ALL, 1, None, {0, 2}),
+        (KEEP_ALL, 1, None, {0}),
         (AGAIN, 90_000_000, None, {1}),
-        (AGAIN, 1, None, {2}),
+        (AGAIN, 1, None, {1, 2}),
         (AGAIN, 90_000_000, "6MiB", {1, 3}),
     ],
 )
@@ -311,6 +316,66 @@ def test_advice_follows_from_the_numbers(order, first_cost, budget, given):
     result = None if budget is None else checkmate.evaluate(graph, found, budget)
     text = html_report(graph, found, result=result)
     assert {i for i, advice in enumerate(ADVICE) if advice in text} == given
+
+
+def test_budgets_of_the_curve_are_told_with_what_they_cost(curve):
+    """The next points above and below the plan: their budgets are taken from the curve, and keep what is said of them."""
+    text = html_report(chain(), plan(AGAIN), curve=curve)
+    peak = simulate(chain(), plan(AGAIN)).peak_bytes
+    lower = [point for point in curve.points if point.peak_bytes < peak][-1]
+    assert f"in {checkmate.format_bytes(lower.peak_bytes)} the curve has a plan for {lower.overhead:.3f} times" in text
+
+
+def measured_result():
+    """A result with a measured step, whose peak is planned."""
+    measured = Measured(
+        peak_bytes=5_767_168, seconds=0.025, planned_s=0.021, curve=((0.0, 524288), (0.5, 5_767_168), (1.0, 524288))
+    )
+    return msgspec.structs.replace(checkmate.evaluate(chain(), plan(AGAIN)), measured=measured)
+
+
+def test_a_measured_step_is_drawn_over_the_planned_one(open_page):
+    """One figure has both, the table both peaks, and the gap has planned over measured time beside it."""
+    page = open_page(html_report(chain(), plan(AGAIN), result=measured_result()))
+    assert page.console == []
+    assert page.ask("window.checkmate.step.runs.map((run) => (run.measured || []).length)") == [0, 3]
+    assert "measured, over its own time" in page.text(".legend")
+    rows = page.ask("[...document.querySelectorAll('#facts tr')].map((row) => [...row.cells].map((cell) => cell.innerText))")
+    assert ["measured peak", "", "5.50 MiB"] in rows
+    assert ["measured time", "", "op costs sum to 0.84 of the measured 25.0 ms"] in rows
+    plain = open_page(html_report(chain(), plan(AGAIN)))
+    assert "measured," not in plain.text(".legend")
+
+
+def test_outputs_are_named_as_such(open_page):
+    """A prediction that the caller holds is no activation that another plan could free."""
+    values = tuple(msgspec.structs.replace(value, kept=v == 5) for v, value in enumerate(chain().values))
+    graph = msgspec.structs.replace(chain(), values=values)
+    page = open_page(html_report(graph, Plan.from_order(graph, AGAIN)))
+    assert "outputs, held to the end" in page.text(".legend")
+    row = "window.checkmate.step.runs[1].stack[window.checkmate.step.categories.indexOf('outputs')].at(-1)"
+    assert page.ask(row) == 2**20
+
+
+def test_figures_are_saved_for_slides(open_page, curve):
+    """As SVG with its words, and as PNG of three times the pixels, each with its legend."""
+    page = open_page(html_report(chain(), plan(AGAIN), result=measured_result(), curve=curve))
+    for name in ("memory-0", "memory-1", "schedule"):
+        made = page.browser.execute_script(
+            "const [chart, legend] = window.checkmate.figures.get(arguments[0]);"
+            "return [svgOf(chart, legend()), pngOf(chart, legend())]",
+            name,
+        )
+        root = ElementTree.fromstring(made[0])
+        words = "".join(root.itertext())
+        assert ("activations kept" if name != "schedule" else "computed again (3)") in words
+        assert "NaN" not in made[0] and "undefined" not in made[0]
+        data = base64.b64decode(made[1].removeprefix("data:image/png;base64,"))
+        assert int.from_bytes(data[16:20]) == int(3 * float(root.get("width")))
+    assert page.ask("document.querySelectorAll('.slides button').length") == 8
+    assert page.browser.execute_script("return pngOfImage(document.getElementById('curve'))").startswith("data:image/png;base64,")
+    page.browser.find_element("css selector", ".slides button").click()
+    assert page.console == []
 
 
 def test_every_plan_of_a_page_can_run():

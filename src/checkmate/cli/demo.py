@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from checkmate.cli import files, terminal
 from checkmate.cli.options import format_share
 from checkmate.cli.targets import needs
 from checkmate.core.errors import OptionError
+from checkmate.core.result import Measured
 from checkmate.core.units import format_bytes
 from checkmate.report import PageText, html_report
 
@@ -66,7 +69,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         lines=[
             *(f"{'yes' if outcome[name] else 'NO':<5}{words}" for name, words in _PROMISES.items()),
             f"{'yes':<5}no plan within the budget is more than {format_share(planned.gap, 2)} cheaper in op costs",
-            f"{'':<5}whose sum is {outcome['planned_over_measured_time']:.2f} of the measured time of a step",
+            f"{'':<5}{_measured(made.planned)}",
         ],
         wrote=[report],
         hint="plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py",
@@ -91,7 +94,7 @@ def outcome_of(made: DigitsTraining) -> dict[str, Any]:
         "resident_bytes": made.planned.graph.resident_bytes,
         **terminal.picked(planned, "gap", "overhead", "solver"),
         "time_ratio": sum(made.planned.seconds) / sum(made.keep_all.seconds),
-        "planned_over_measured_time": _planned_over_measured(made.planned),
+        "planned_over_measured_time": _measured(made.planned).planned_over_measured,
         "accuracy": made.accuracy[0],
         "keep_all_accuracy": made.accuracy[1],
         "steps": len(made.planned.losses),
@@ -100,8 +103,9 @@ def outcome_of(made: DigitsTraining) -> dict[str, Any]:
     }
 
 
-def _planned_over_measured(training: Trained) -> float:
-    return training.result.cost / 1e9 * len(training.seconds) / sum(training.seconds)
+def _measured(training: Trained) -> Measured:
+    planned_s, times = training.result.cost / 1e9, training.seconds
+    return Measured(peak_bytes=training.peak_bytes, seconds=sum(times) / len(times), planned_s=planned_s)
 
 
 def _rows(made: DigitsTraining, outcome: dict[str, Any]) -> list[list[str]]:
@@ -131,10 +135,9 @@ def _page(made: DigitsTraining, outcome: dict[str, Any]) -> str:
         f"with all activations kept, on the same batches. {verdict}",
         facts=[
             *([f"{name}, measured", keep_all[k], plan[k]] for name, k in (("peak", 2), ("time", 5), ("accuracy", 6))),
-            ["planned over measured time", *(f"{_planned_over_measured(t):.2f}" for t in (made.keep_all, made.planned))],
             *([words, "", "yes" if outcome[name] else "NO"] for name, words in _PROMISES.items()),
         ],
     )
-    result = made.planned.result
+    result = structs.replace(made.planned.result, measured=_measured(made.planned))
     title = f"A training step within {format_bytes(result.budget_bytes)}"
     return html_report(made.planned.graph, result.plan, result=result, title=title, text=text)

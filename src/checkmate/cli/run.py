@@ -54,7 +54,10 @@ def run(
     if json:
         names = ("compiled", "optimizers", "steps", "announced_bytes", "measured_bytes")
         figures = report.planned.items()
-        plans = [{"first": first, "last": last, "count": count, **asdict(plan)} for plan, (count, first, last) in figures]
+        plans = [
+            {"first": first, "last": last, "count": count, **asdict(plan), "step_s": report.step_s(plan)}
+            for plan, (count, first, last) in figures
+        ]
         planned = {"planned": plans, "advice": report.advice()}
         terminal.emit({"exit_code": code, "budget": str(report.budget), **terminal.picked(report, *names), **planned})
         return code

@@ -30,7 +30,8 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Coun
         most: Maximum number of lines in each list.
         json: Print one JSON object on stdout, with the complete lists.
     """
-    amounts, steps = Amounts.of(graph), files.load_planned(plan)[0]
+    amounts, (steps, result) = Amounts.of(graph), files.load_planned(plan)
+    measured = [] if result is None or result.measured is None else [str(result.measured)]
     found = explanation_of(amounts.graph, steps, curve=None if curve is None else files.load(curve, Curve))
     return terminal.VerbOutput(
         data={
@@ -45,7 +46,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: Coun
             "lessons": list(found.lessons),
         },
         facts=[("graph", str(amounts))],
-        lines=["", *found.render(most).split("\n")],
+        lines=["", *found.render(most).split("\n"), *measured],
         hint=f"draw the plan with {terminal.command('report', graph, plan)}",
     ).show(json)
 

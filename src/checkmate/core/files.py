@@ -105,8 +105,9 @@ def encode(value: Content) -> bytes:
     if _has_copies(value):
         name = name.replace("/1", "/2")
     body = msgspec.structs.asdict(value)
-    if isinstance(value, Plan) and value.host is None:
-        del body["host"]
+    for new in ("host", "measured"):  # earlier releases write files without these names
+        if new in body and body[new] is None:
+            del body[new]
     return _ENCODER.encode({"format": name, **body}) + b"\n"
 
 

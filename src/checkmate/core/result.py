@@ -11,7 +11,7 @@ import msgspec
 
 from checkmate.core.errors import OptionError, PlanError, PlanNotFoundError
 from checkmate.core.plan import Plan
-from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
+from checkmate.core.units import Amount, format_at_least, format_bytes, format_cost, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,39 @@ class Progress(NamedTuple):
     bound: float
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of steps that ran a plan; a bound on costs is worth what the costs are worth.
+
+    Attributes:
+        peak_bytes: Peak of one step, resident bytes included.
+        seconds: Median wall time of a step.
+        planned_s: Sum of the plan's op costs; None if costs have no unit of time.
+        curve: Pairs of the share of the step that had passed, and the bytes held then, resident ones included; empty if only the
+            peak was measured.
+    """
+
+    peak_bytes: int
+    seconds: float
+    planned_s: float | None = None
+    curve: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def planned_over_measured(self) -> float | None:
+        """The sum of the op costs over the measured time; None if costs have no unit of time."""
+        return None if self.planned_s is None or self.seconds <= 0 else self.planned_s / self.seconds
+
+    def __str__(self) -> str:
+        return told_time(self.planned_s, self.seconds)
+
+
+def told_time(planned_s: float | None, measured_s: float) -> str:
+    """The measured time of a step, and the sum of its plan's op costs over it: wherever a gap stands, this stands beside it."""
+    time = format_cost(1e9 * measured_s, "ns")
+    if planned_s is None or measured_s <= 0:
+        return f"a step takes {time}"
+    return f"op costs sum to {planned_s / measured_s:.2f} of the measured {time}"
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A plan and its figures. Every figure is derived from the plan by `solve` or `evaluate`, never claimed by a solver.
 
@@ -102,6 +135,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         elapsed_s: Wall seconds.
         history: Improvements of cost and bound over time.
         remarks: Notes of the solver, such as bounds that hold for a narrower class of plans.
+        measured: Measurements of steps that ran the plan, if there are any.
     """
 
     plan: Plan
@@ -116,11 +150,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     history: tuple[Progress, ...] = ()
     remarks: tuple[str, ...] = ()
+    measured: Measured | None = None
 
     def __repr__(self) -> str:
         peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
         ended = " ".join(filter(None, (self.termination.reason.value, self.termination.limit and f"({self.termination.limit})")))
-        remarks = "".join(f"; {remark}" for remark in self.remarks)
+        remarks = "".join(f"; {remark}" for remark in (*self.remarks, *([] if self.measured is None else [self.measured])))
         return (
             f"<Result {ended}: overhead {self.overhead:.4f}, gap {100 * self.gap:.2f} %, peak {peak} of {budget}, "
             f"{self.plan!r}, by {self.solver} in {self.elapsed_s:.1f} s{remarks}>"

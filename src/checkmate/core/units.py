@@ -114,6 +114,16 @@ def format_cost(cost: float, unit: str) -> str:
     return f"{nanoseconds:.0f} ns"
 
 
+def seconds(cost: float, unit: str) -> float | None:
+    """A cost in seconds; None if its unit is not one of time.
+
+    Examples:
+        >>> seconds(2500, "ms"), seconds(12, "FLOP")
+        (2.5, None)
+    """
+    return cost * _TIMES[unit] / 10**9 if unit in _TIMES else None
+
+
 def _split(text: str) -> tuple[float, str]:
     match = _AMOUNT.match(text)
     if match is None:

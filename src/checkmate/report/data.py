@@ -9,6 +9,7 @@ import msgspec
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Fetch, Free, Plan, Step
+from checkmate.core.result import Measured
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.report.tables import Markup
 from checkmate.studies.lifetimes import CATEGORIES, by_category, replays, storage_lifetimes
@@ -17,10 +18,11 @@ _PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class NamedPlan(NamedTuple):
-    """A plan with its name on the page and its memory."""
+    """A plan with its name on the page, its memory, and measurements of steps that ran it."""
 
     name: str
     timeline: Timeline
+    measured: Measured | None = None
 
 
 def embedded(graph: Graph, runs: Sequence[NamedPlan], budget_bytes: int | None) -> Markup:
@@ -89,6 +91,9 @@ def _run(graph: Graph, run: NamedPlan) -> dict[str, Any]:
             "category": [CATEGORIES.index(life.category) for life in made],
         },
         "replays": replays(graph, plan),
+        "measured": None
+        if run.measured is None
+        else run.measured.curve or [(0, run.measured.peak_bytes), (1, run.measured.peak_bytes)],
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,10 +13,10 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Curve, Result
 from checkmate.core.simulate import Timeline, simulate
-from checkmate.core.units import format_at_least, format_bytes, format_cost
+from checkmate.core.units import format_bytes, format_cost
+from checkmate.report.advice import advice
 from checkmate.report.data import NamedPlan, embedded
 from checkmate.report.tables import Markup, Row, compared, computed_again, curve_table, table
-from checkmate.solvers.bounds.floor import floor
 from checkmate.studies.compare import compare
 from checkmate.studies.lifetimes import CATEGORIES, by_category
 
@@ -25,6 +24,7 @@ _LABELS = {
     "resident": "parameters and other resident memory",
     "activations": "activations kept",
     "recomputed": "computed again",
+    "outputs": "outputs, held to the end",
     "gradients": "gradients",
     "updates": "updates of the optimizer",
     "workspace": "workspace",
@@ -39,7 +39,7 @@ class PageText:
         summary: First paragraph; by default made from the numbers.
         facts: Further rows of the table at the top: a name, then one cell for each plan.
         graph_file: File of the graph, for the commands under "What to do next".
-        plan_file: File of the plan or its result, for the code there.
+        plan_file: File of the plan or its result, for the code there; "" if neither file is written.
     """
 
     summary: str = ""
@@ -93,6 +93,8 @@ def html_report(
     if against is not None:
         plans["the other plan"] = against
     runs = [NamedPlan(name, simulate(graph, each)) for name, each in plans.items()]
+    if result is not None and result.measured is not None:
+        runs[1] = runs[1]._replace(measured=result.measured)
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
     return _page(runs, result, curve, budget, title, text)
 
@@ -103,11 +105,8 @@ def _page(
     kept, timeline, *others = (run.timeline for run in runs)
     graph = timeline.graph
     style = _asset("style.css")
-    script = Markup("\n").join(_asset(f"{name}.js") for name in ("model", "memory", "schedule", "detail", "main"))
-    advice = (
-        *_how_to_run(graph, timeline.peak_bytes, text.plan_file),
-        *_next_budgets(timeline, kept.peak_bytes, result, curve, text.graph_file),
-    )
+    script = Markup("\n").join(_asset(f"{name}.js") for name in ("model", "memory", "schedule", "detail", "slides", "main"))
+    items = advice(timeline, kept.peak_bytes, result, curve, (text.graph_file, text.plan_file))
     return _asset("page.html").format(
         policy=_policy(style, script),
         title=title or _title(timeline),
@@ -118,7 +117,7 @@ def _page(
         charts=Markup("\n").join(_chart(index, run, budget) for index, run in enumerate(runs)),
         tabs=Markup(" ").join(_TAB.format(index, run.name) for index, run in enumerate(runs)),
         sections=Markup("\n").join(_sections(timeline, others, curve)),
-        next=Markup('<ul id="next">\n{}\n</ul>').format(Markup("\n").join(Markup("<li>{}</li>").format(each) for each in advice)),
+        next=Markup('<ul id="next">\n{}\n</ul>').format(Markup("\n").join(Markup("<li>{}</li>").format(each) for each in items)),
         footer=f"Costs are in {graph.cost_unit}, bytes in binary units. Graph {graph.digest[:23]}.",
         data=embedded(graph, runs, budget),
         script=script,
@@ -172,6 +171,9 @@ def _facts(runs: Sequence[NamedPlan], result: Result | None, budget_bytes: int |
         proven = f"at most {result.gap:.2%} left to gain" if result.gap else "no plan is cheaper"
         rows.append(["proven, for every plan and order", "", proven])
         rows.append(["found by", "", f"{result.solver}, {result.elapsed_s:.1f} s"])
+        if result.measured is not None:
+            rows.append(["measured peak", "", format_bytes(result.measured.peak_bytes)])
+            rows.append(["measured time", "", str(result.measured)])
     width = len(runs) + 1
     return table(
         ["", *(run.name for run in runs)],
@@ -182,10 +184,13 @@ def _facts(runs: Sequence[NamedPlan], result: Result | None, budget_bytes: int |
 
 
 def _legend(runs: Sequence[NamedPlan]) -> Markup:
-    rows = [zip(CATEGORIES, by_category(t.graph, t.plan), strict=True) for _, t in runs]
+    rows = [zip(CATEGORIES, by_category(run.timeline.graph, run.timeline.plan), strict=True) for run in runs]
     held = {category for pairs in rows for category, row in pairs if row.any()}
     key = Markup('<span><span class="swatch {}" aria-hidden="true"></span>{}</span>')
-    return Markup().join(key.format(category, _LABELS[category]) for category in CATEGORIES if category in held)
+    named = [(category, _LABELS[category]) for category in CATEGORIES if category in held]
+    if any(run.measured is not None for run in runs):
+        named.append(("measured", "measured, over its own time"))
+    return Markup().join(key.format(*each) for each in named)
 
 
 def _chart(index: int, run: NamedPlan, budget_bytes: int | None) -> Markup:
@@ -199,7 +204,8 @@ def _chart(index: int, run: NamedPlan, budget_bytes: int | None) -> Markup:
     budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
     return Markup(
         "<h3>{name}</h3>\n<p>{peak}</p>\n"
-        '<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+        '<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>\n'
+        '<p class="slides" data-of="memory-{index}"></p>'
     ).format(
         name=run.name,
         peak=f"The peak is {format_bytes(timeline.peak_bytes)}{moment}.",
@@ -220,6 +226,7 @@ def _sections(timeline: Timeline, others: Sequence[Timeline], curve: Curve | Non
             "dotted line is proven: no plan in any order lies below it, so a better plan could save at most the shaded "
             "band.</p>\n"
             '<img id="curve" alt="Overhead against budget" src="data:image/svg+xml;base64,{}">\n'
+            '<p class="slides" data-of="curve"></p>\n'
             "<details><summary>The points as a table</summary>{}</details>"
         ).format(_curve(timeline, curve), curve_table(graph, curve))
 
@@ -233,67 +240,3 @@ def _curve(timeline: Timeline, curve: Curve) -> str:
     figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     pareto_curve(figure.subplots(), timeline.graph, curve, chosen=timeline)
     return base64.b64encode(themed_svg(figure).encode()).decode()
-
-
-def _how_to_run(graph: Graph, peak_bytes: int, plan_file: str) -> Iterator[Markup]:
-    """The call that runs a plan in the framework of its graph."""
-    kinds = {op.kind for op in graph.ops}
-    if any(kind.startswith("aten.") for kind in kinds):
-        optimizer = " optimizer," if any(op.phase == "optimizer" for op in graph.ops) else ""
-        step = f"step = checkmate.torch.compile(model, loss,{optimizer} example=(x, y), plan={plan_file!r})"
-        loop = f'model.compile(backend="checkmate", options={{"budget": "{format_at_least(peak_bytes)}"}})'
-        yield Markup(
-            "Run this plan in PyTorch, for the same model, shapes and options: <pre>{}</pre> Or keep your training loop and let "
-            "it be planned within the same memory: <pre>{}</pre>"
-        ).format(step, loop)
-    elif any(kinds):
-        step = f"step = checkmate.tf2.compile(model, loss, optimizer, x, y, plan={plan_file!r})"
-        yield Markup("Run this plan in TensorFlow, for the same model, shapes and optimizer: <pre>{}</pre>").format(step)
-
-
-def _next_budgets(
-    timeline: Timeline, keep_all_bytes: int, result: Result | None, curve: Curve | None, graph_file: str
-) -> Iterator[Markup]:
-    """The budget to try next and other advice, from the numbers of a plan."""
-    graph, peak, file = timeline.graph, timeline.peak_bytes, shlex.quote(graph_file)
-
-    def plan(budget: str, more: str = "") -> Markup:
-        return Markup("<pre>checkmate plan {} --budget {}{}</pre>").format(file, budget, more)
-
-    least, overhead = floor(graph), graph.overhead(timeline.cost)
-    expensive = 1.2  # overhead above which to try more memory
-    lower = [] if curve is None else [point for point in curve.points if point.peak_bytes < peak]
-    if peak >= keep_all_bytes:
-        yield Markup("This plan saves no memory. Try a smaller budget: {}").format(plan("50%"))
-    elif lower and overhead < expensive:
-        point = next((point for point in lower if point.overhead <= expensive), lower[-1])
-        yield Markup("The curve above has a plan in {} for {:.3f} times the cost of computing every op once: {}").format(
-            format_bytes(point.peak_bytes), point.overhead, plan(format_at_least(point.budget_bytes))
-        )
-    elif overhead >= expensive:
-        more = format_at_least((peak + keep_all_bytes) // 2)
-        yield Markup("This plan takes {:.2f} times the cost of computing every op once. A larger budget costs less: {}").format(
-            overhead, plan(more)
-        )
-    elif overhead <= 1.05 and peak > least.peak_bytes:
-        less = format_at_least((peak + least.peak_bytes) // 2)
-        yield Markup("This plan costs only {:.1%} more than keeping everything. Try a smaller budget: {}").format(
-            overhead - 1, plan(less)
-        )
-    yield Markup("No plan of this step needs less than {}: {}. Below that, only a smaller batch or model helps.").format(
-        format_bytes(least.peak_bytes), least.why
-    )
-    if 2 * graph.resident_bytes > peak:
-        yield Markup(
-            "{:.0%} of the peak are parameters and other resident memory, which no plan changes. Parameters of a smaller type, "
-            "an optimizer with less state, or more ranks that share them save more here than recomputation."
-        ).format(graph.resident_bytes / peak)
-    if result is not None and result.gap > 0.01:
-        yield Markup("A cheaper plan may exist: at most {:.1%} of the cost is left to gain. Search longer: {}").format(
-            result.gap, plan(format_at_least(result.budget_bytes), " --time-limit 600")
-        )
-    if curve is None:
-        yield Markup(
-            "See what each budget costs, and add that figure here with <code>--curve</code>: "
-            "<pre>checkmate pareto {} --out curve.json</pre>"
-        ).format(file)

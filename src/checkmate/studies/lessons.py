@@ -21,7 +21,7 @@ def lessons(graph: Graph, plan: Plan, *, priced: bool = True) -> tuple[str, ...]
     The first is on kinds of ops, the next ones are on layers, if modules have numbers, and the last ones estimate the price of a
     MiB from single ops, if ``priced``; a curve of plans has the exact price.
     """
-    lives = [life for life in storage_lifetimes(graph, plan) if life.category in ("activations", "recomputed")]
+    lives = [life for life in storage_lifetimes(graph, plan) if life.category in ("activations", "recomputed", "outputs")]
     again = {life.value for life in lives if life.category == "recomputed" and graph.values[life.value].size_bytes}
     kept = {life.value for life in saved_for_backward(graph, plan, lives)} - again
     if not kept | again:

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Fetch, Free, Plan
 
-Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
+Category = Literal["resident", "activations", "recomputed", "outputs", "gradients", "updates", "workspace"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Kinds of memory: resident bytes and values on the host before the step, such as parameters; forward values as first computed;
-values computed again; outputs of backward ops; outputs of the optimizer; workspace and random states for replay."""
+values computed again; forward values that are held to the end of the step, such as predictions; outputs of backward ops; outputs
+of the optimizer; workspace and random states for replay."""
 
 
 class StorageLifetime(NamedTuple):
@@ -76,7 +77,8 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
     never = len(plan.steps) + 1
     kept = {storage for v, storage in newest.items() if graph.values[v].kept}
     return tuple(
-        StorageLifetime(v, p, gone.get(k, never), category, tuple(reads[k]), k in kept) for k, (v, p, category) in enumerate(made)
+        StorageLifetime(v, p, gone.get(k, never), _with_outputs(category, k in kept), tuple(reads[k]), k in kept)
+        for k, (v, p, category) in enumerate(made)
     )
 
 
@@ -133,6 +135,10 @@ def by_category(graph: Graph, plan: Plan) -> npt.NDArray[np.int64]:
         if isinstance(step, Compute):
             held[workspace, p] += graph.ops[step.op].workspace_bytes
     return held
+
+
+def _with_outputs(category: Category, kept: bool) -> Category:
+    return "outputs" if kept and category == "activations" else category
 
 
 def _category(phase: str, runs: int) -> Category:

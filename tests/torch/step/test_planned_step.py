@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Session
 from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
 from checkmate.torch.steps.coordinator import coordinator
+from tests.torch.steps import close
 
 SCREEN = 24  # lines
 WIDTH = 250
@@ -62,6 +65,47 @@ def test_a_step_explains_and_reports_itself(step: Step, tmp_path: Path) -> None:
     assert str(step.explain()) == str(explain(step)) == str(explain(step.graph, step.plan))
     page = step.report(tmp_path / "step.html")
     assert page == tmp_path / "step.html" and "<html" in page.read_text()
+
+
+def test_a_measured_step_has_its_peak_and_its_time(step: Step) -> None:
+    """The curve ends where it begins, its highest point is the planned peak, and the text has both times beside the gap."""
+    x = torch.ones(ROWS, 16)
+    found = step.measure(lambda: step(x, x))
+    measured = found.result.measured
+    assert measured is not None and close(measured.peak_bytes, step.result.peak_bytes)
+    assert max(size for _, size in measured.curve) == measured.peak_bytes
+    assert measured.curve[0][1] >= step.graph.resident_bytes and 0 <= measured.curve[0][0] < measured.curve[-1][0] <= 1
+    assert "op costs sum to" in repr(found) and "op costs sum to" not in repr(step)
+
+
+def test_lines_of_the_report_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line that a page tells to paste runs in the program that made the page, with its optimizer, within what it says."""
+    model, x, loss = network(), torch.ones(ROWS, 16), nn.functional.mse_loss
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    given: dict[str, Any] = {"costs": "estimated", "time_limit_s": 2.0}
+    step = compile(model, loss, optimizer, example=(x, x), budget="60%", **given)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"<pre>(.*?)</pre>", step.report(tmp_path / "step.html").read_text(), re.DOTALL)
+    lines = [html.unescape(block) for block in blocks]
+    names: dict[str, Any] = {
+        "checkmate": checkmate,
+        "model": model,
+        "loss": loss,
+        "optimizer": optimizer,
+        "x": x,
+        "y": x,
+        "step": step,
+    }
+    peaks = []
+    for line in lines:
+        if line.startswith("step = ") and "host=" not in line:  # the host needs CUDA
+            exec(line.replace("example=", "costs='estimated', example="), names)
+            peaks.append(names["step"].result.peak_bytes)
+        elif line.startswith(("found = ", "checkmate.write(")):
+            exec(line.replace("example=", "time_limit_s=2, example="), names)
+    assert len(peaks) == 2 and peaks[0] == step.result.peak_bytes
+    assert names["step"].result.overhead == 1.0
+    assert names["found"].result.peak_bytes <= names["found"].budget_bytes <= 1.01 * peaks[0]
 
 
 def test_what_a_whole_step_saves_is_told(step: Step) -> None:

@@ -55,9 +55,19 @@
   });
   tabs.forEach((tab) => tab.addEventListener("click", () => choose(Number(tab.dataset.run), step.runs[Number(tab.dataset.run)].peak_step)));
 
+  const planes = () => [...document.querySelector(".legend").children].map((key) => [key.firstChild.className.split(" ")[1], key.innerText]);
+  const cells = () => [...document.getElementById("schedule-legend").children].map((key) => [key.firstChild.className.split(" ")[1], key.innerText]);
+  const figures = new Map([...charts.map((chart) => [chart.canvas.id, [chart, planes]]), ["schedule", [schedule, cells]]]);
+  const image = document.getElementById("curve");
+  for (const place of document.querySelectorAll(".slides")) {
+    const [chart, legend] = figures.get(place.dataset.of) || [];
+    const svg = chart ? () => `data:image/svg+xml,${encodeURIComponent(svgOf(chart, legend()))}` : () => image.src;
+    addSaving(place, place.dataset.of, { png: () => (chart ? pngOf(chart, legend()) : pngOfImage(image)), svg });
+  }
+
   const redraw = () => { charts.forEach((chart) => chart.draw()); schedule.draw(); };
   window.addEventListener("resize", redraw);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   choose(state.run, state.p);
-  window.checkmate = { step, choose, state, drawn_ms: performance.now() - began };
+  window.checkmate = { step, choose, state, figures, drawn_ms: performance.now() - began };
 })();

@@ -7,6 +7,7 @@ function colour(name) { return getComputedStyle(document.documentElement).getPro
 
 // A canvas as large as its box, in device pixels; returns the context and the size in CSS pixels.
 function fitted(canvas) {
+  if (canvas.slide) return canvas.slide;
   const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(box.width * ratio));
   canvas.height = Math.max(1, Math.round(box.height * ratio));
@@ -100,6 +101,7 @@ class MemoryChart {
       context.fill();
       computations.forEach((p, k) => { base[k] += run.stack[row][p]; });
     });
+    if (run.measured) this.#measured(context, scale);
     if (this.life !== null) this.#lifetime(context, scale);
     if (step.budget) this.#level(context, scale.y(step.budget), width, colour("budget"), `budget ${formatBytes(step.budget)}`);
     this.#marker(context, scale, run.peak_step, colour("ink"), true);
@@ -139,6 +141,20 @@ class MemoryChart {
     context.textAlign = "right"; context.textBaseline = "bottom";
     context.fillStyle = ink;
     context.fillText(text, width - MARGIN.right - 2, y - 2);
+  }
+
+  // Measured bytes, by the share of the step.
+  #measured(context, scale) {
+    const { edges, measured } = this.run, whole = edges[edges.length - 1];
+    context.strokeStyle = colour("ink");
+    context.lineWidth = 1.3;
+    context.beginPath();
+    measured.forEach(([share, bytes], k) => {
+      if (k) context.lineTo(scale.x(whole * share), scale.y(measured[k - 1][1]));
+      context.lineTo(scale.x(whole * share), scale.y(bytes));
+    });
+    context.stroke();
+    context.lineWidth = 1;
   }
 
   #middle(p) {

@@ -3,7 +3,7 @@
 
 const NAMES = {
   resident: "parameters and other resident memory", activations: "activations kept", recomputed: "computed again",
-  gradients: "gradients", updates: "updates of the optimizer", workspace: "workspace",
+  outputs: "outputs, held to the end", gradients: "gradients", updates: "updates of the optimizer", workspace: "workspace",
 };
 
 function formatBytes(size) {
@@ -35,7 +35,7 @@ class Step {
     this.producer = new Int32Array(data.values.name.length);
     data.ops.outputs.forEach((outputs, op) => outputs.forEach((v) => { this.producer[v] = op; }));
     this.runs = data.runs.map((run) => new Run(this, run));
-    this.most = Math.max(data.budget || 0, ...this.runs.map((run) => run.peak));
+    this.most = Math.max(data.budget || 0, ...this.runs.map((run) => run.peak), ...this.runs.flatMap((run) => (run.measured || []).map(([, bytes]) => bytes)));
     this.longest = Math.max(...this.runs.map((run) => run.edges[run.edges.length - 1]));
   }
   source(op) { return this.strings[this.ops.source[op]]; }

@@ -41,6 +41,7 @@ class MemoryTrace:
     """Events of the CPU allocator, in order."""
 
     events: list[tuple[str, int | str]] = field(default_factory=list)  # ``("alloc", bytes)``, negative for a free
+    changes: list[tuple[float, int]] = field(default_factory=list)  # share of the trace's time that had passed, and bytes
 
     def peak(self) -> int:
         """Peak of allocated bytes above those allocated when the trace began."""
@@ -67,12 +68,14 @@ def memory_trace() -> Iterator[MemoryTrace]:
     finally:
         threads = torch.autograd._disable_profiler_legacy()
         records = [r for thread in threads for r in thread]
+        start = next(r for r in records if r.name() == "__start_profile")
         if len(threads) > 1:  # one list per thread, each ordered by time; the peak needs a single order
-            start = next(r for r in records if r.name() == "__start_profile")
             records.sort(key=start.cpu_elapsed_us)
+        whole_us = start.cpu_elapsed_us(records[-1]) or 1.0
         for r in records:
             kind = r.kind()
             if kind == "memory_alloc":
                 trace.events.append(("alloc", r.cpu_memory_usage()))
+                trace.changes.append((start.cpu_elapsed_us(r) / whole_us, r.cpu_memory_usage()))
             elif kind in ("push", "pop"):
                 trace.events.append((kind, r.name()))

@@ -1,4 +1,4 @@
-"""Adapters to trainers of other libraries, one module per library."""
+"""Adapters to trainers of other libraries, one module per library, and figures of steps for loggers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 _MODULES = {
     "BudgetCallback": "transformers",
     "PeakCallback": "transformers",
+    "MetricsCallback": "lightning_metrics",
+    "StepMetrics": "metrics",
     "BudgetPlugin": "accelerate",
     "train_within": "trl",
     "CheckmatePlugin": "axolotl",

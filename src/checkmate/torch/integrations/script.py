@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import statistics
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Set
@@ -22,7 +24,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.units import Amount, format_at_least, format_bytes
+from checkmate.core.result import told_time
+from checkmate.core.units import Amount, format_at_least, format_bytes, seconds
 from checkmate.torch._compat import replaced
 from checkmate.torch._compat.dispatch import innermost_transform
 from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
@@ -42,6 +45,7 @@ class StepFigures:
     keep_all_bytes: int | None  # peak of keeping everything; None if the step was not planned as a whole
     overhead: float  # cost over the cost of computing each op once
     gap: float  # maximum share of the cost that a better plan could save
+    planned_s: float | None  # sum of the op costs; None if the step was not planned as a whole
 
     def __str__(self) -> str:
         each = "" if self.keep_all_bytes is not None else ", each graph on its own"
@@ -59,15 +63,24 @@ class TrainingReport:
         self.steps = 0
         self._steps: Counter[int] = Counter()  # of each optimizer, by its identity
         self.planned: dict[StepFigures, tuple[int, int, int]] = {}  # number of optimizer steps, the first and the last, from 1
+        self._ended: dict[int, float] = {}  # when the last step of each optimizer ended
+        self._times: dict[StepFigures, list[float]] = {}  # seconds from the end of a step to that of the next
         self.announced_bytes = 0
         self.measured_bytes: int | None = None
+
+    def step_s(self, plan: StepFigures) -> float | None:
+        """Median seconds of the steps that ran a plan after its first, optimizer and data included; None if there are none."""
+        times = self._times.get(plan, [])[1:]
+        return statistics.median(times) if times else None
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and texts, for two columns."""
         rows = [("budget", str(self.budget)), ("compiled", ", ".join(self.compiled) or "nothing")]
         rows.append(("steps", f"{self.steps}, of which {sum(count for count, *_ in self.planned.values())} ran plans"))
         for plan, (count, first, last) in self.planned.items():
-            rows.append(("", f"{f'step {first}' if count == 1 else f'{count} of steps {first} to {last}'}: {plan}"))
+            time_s = self.step_s(plan)
+            told = "" if time_s is None or plan.planned_s is None else f"; {told_time(plan.planned_s, time_s)}"
+            rows.append(("", f"{f'step {first}' if count == 1 else f'{count} of steps {first} to {last}'}: {plan}{told}"))
         if self.announced_bytes:
             rows.append(("announced", f"up to {format_bytes(self.announced_bytes)} in a step that was not planned as a whole"))
         measured = "no CUDA device was used" if self.measured_bytes is None else f"{format_bytes(self.measured_bytes)} at most"
@@ -105,6 +118,8 @@ class TrainingReport:
         step = self._steps[id(optimizer)]
         self.steps = max(self.steps, step)
         result, whole = coordinator().result, coordinator().step
+        began, now_s = self._ended.get(id(optimizer)), time.perf_counter()
+        self._ended[id(optimizer)] = now_s
         if result is None:
             return
         now = StepFigures(
@@ -113,9 +128,12 @@ class TrainingReport:
             keep_all_bytes=None if whole is None else _keep_all_bytes(whole),
             overhead=result.overhead,
             gap=result.gap,
+            planned_s=None if whole is None else seconds(result.cost, whole.graph.cost_unit),
         )
         count, first, last = self.planned.get(now, (0, step, 0))
         self.planned[now] = count + (step > last), first, step
+        if began is not None:
+            self._times.setdefault(now, []).append(now_s - began)
 
     def end(self) -> None:
         """Record the announced bytes, and the bytes that the device measured."""

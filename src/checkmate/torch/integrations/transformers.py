@@ -15,6 +15,7 @@ from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.host_weights import ON_HOST, is_frozen
 from checkmate.torch.graph.storages import leaves, storage_key, unique_bytes
+from checkmate.torch.integrations.metrics import StepMetrics
 from checkmate.torch.partition.copies import RESIDENTS
 from checkmate.torch.steps.coordinator import coordinator
 
@@ -67,11 +68,11 @@ class BudgetCallback(TrainerCallback):
 
 
 class PeakCallback(TrainerCallback):
-    """Log the planned and the measured peak of one step of Hugging Face's ``Trainer``.
+    """Add the figures of `StepMetrics` to the logs of Hugging Face's ``Trainer``, with the measured peak of one step.
 
     The step is measured from its first forward to its last backward: on the CPU by torch's profiler, which slows down this step,
-    on CUDA by the allocator. Both peaks include resident bytes. They are added as ``planned_peak_bytes`` and
-    ``measured_peak_bytes`` to the trainer's next log entry and to ``log_history``.
+    on CUDA by the allocator. Both peaks include resident bytes. Trainers call the callbacks of their loggers first: for Weights &
+    Biases or TensorBoard set ``report_to="none"``, and give the logger's callback after this one.
 
     Args:
         step: The step to measure, from 1. The first step compiles; a budget that several graphs share holds from the
@@ -89,7 +90,8 @@ class PeakCallback(TrainerCallback):
         self.measured_bytes: int | None = None
         self._running = contextlib.ExitStack()
         self._peak: Callable[[], int] | None = None
-        self._logged = False
+        self._metrics = StepMetrics()
+        self._figures: dict[str, float] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start measuring if this step is the one to measure."""
@@ -113,15 +115,15 @@ class PeakCallback(TrainerCallback):
         planned = "nothing" if self.planned_bytes is None else format_bytes(self.planned_bytes)
         _log.info("step %d: planned %s, measured %s", self.step, planned, format_bytes(self.measured_bytes))
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the figures of the step."""
+        self._figures = self._metrics(measured_peak_bytes=self.measured_bytes)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the peaks to the log entry, once."""
-        if self.measured_bytes is None or self._logged:
-            return
-        self._logged = True
-        found = {"planned_peak_bytes": self.planned_bytes, "measured_peak_bytes": self.measured_bytes}
+        """Add the figures to the log entry, and to the one in ``log_history``."""
         for where in (logs, state.log_history[-1] if state.log_history else None):
             if where is not None:
-                where.update(found)
+                where.update(self._figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop measuring a step that did not finish."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 import torch
 
 from checkmate.core.errors import CheckmateError, OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.result import Measured
+from checkmate.core.units import seconds
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
@@ -61,6 +66,42 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
     with peaks(where) as (parts, _):
         fn()
     return parts[0][0]
+
+
+def measure_time_and_memory(run: Callable[[], object], graph: Graph, cost: int) -> Measured:
+    """Run a planned step five times: once to warm up, three times on the clock, and once for its memory."""
+    device = torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+    run()
+    times: list[float] = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    curve: list[tuple[float, int]] = []
+    if device.type == "cuda":
+        peak_bytes = graph.resident_bytes + measure_peak(run, device=device)
+    else:
+        gc.collect()
+        with memory_trace() as trace:
+            run()
+        peak_bytes = graph.resident_bytes + trace.peak()
+        curve = _curve(trace.changes, graph.resident_bytes)
+    planned_s = seconds(cost, graph.cost_unit)
+    return Measured(peak_bytes=peak_bytes, seconds=statistics.median(times), planned_s=planned_s, curve=tuple(curve))
+
+
+def _curve(changes: Sequence[tuple[float, int]], held: int, parts: int = 500) -> list[tuple[float, int]]:
+    """The most bytes in each part of a step and the bytes at its end, for parts in which some were allocated or freed."""
+    found: dict[int, tuple[int, int]] = {}
+    for share, change in changes:
+        held += change
+        part = int(share * parts)
+        found[part] = max(found.get(part, (0, 0))[0], held), held
+    return [
+        (at, size) for part, sizes in found.items() for at, size in zip((part / parts, (part + 0.5) / parts), sizes, strict=True)
+    ]
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from checkmate.core.errors import OptionError
 from checkmate.core.evaluate import evaluate
@@ -15,11 +17,12 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.planner import keep_everything
-from checkmate.report import html_report
+from checkmate.report import PageText, html_report
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
 from checkmate.studies.lifetimes import saved_for_backward, storage_lifetimes
 from checkmate.torch.graph.storages import is_scalar_tangent
+from checkmate.torch.measure.peak import measure_time_and_memory
 from checkmate.torch.steps.coordinator import coordinator
 
 if TYPE_CHECKING:
@@ -65,8 +68,30 @@ class Planned:
             The path of the file.
         """
         file = Path(path)
-        file.write_text(html_report(self.graph, self.plan, result=self.result), encoding="utf-8")
+        file.write_text(html_report(self.graph, self.plan, result=self.result, text=PageText(plan_file="")), encoding="utf-8")
         return file
+
+    def measure(self, run: Callable[[], object]) -> PlannedStep:
+        """Run the step five times, and add its measured time and memory to the plan: its page and its text then show both.
+
+        Args:
+            run: Runs one step of the training, which goes on: ``lambda: step(x, y)``, or the forward and the backward of a loop.
+
+        Returns:
+            The plan with `Result.measured`; `checkmate.write` writes it with the result.
+
+        Examples:
+            >>> import torch
+            >>> from checkmate.torch import compile
+            >>> x = torch.ones(4, 8)
+            >>> model = torch.nn.Linear(8, 8)
+            >>> step = compile(model, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), example=(x, x))
+            >>> measured = step.measure(lambda: step(x, x)).result.measured
+            >>> measured.peak_bytes == step.result.peak_bytes
+            True
+        """
+        found = measure_time_and_memory(run, self.graph, self.result.cost)
+        return PlannedStep(graph=self.graph, result=msgspec.structs.replace(self.result, measured=found))
 
     def __repr__(self) -> str:
         """A few lines: size, peak, overhead, and the methods with more."""
@@ -76,6 +101,7 @@ class Planned:
             f"{self.graph.name.strip() or 'a training step'}: {ops:,} ops, {again:,} computations more than one for each",
             f"  peak      {format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}",
             f"  overhead  {100 * (result.overhead - 1):.2f} %; no plan within the budget costs {100 * result.gap:.2f} % less",
+            *([] if result.measured is None else [f"  measured  {format_bytes(result.measured.peak_bytes)}; {result.measured}"]),
             *(f"  {remark}" for remark in result.remarks),
             '  more      .explain() for what is kept and computed again, .report("step.html") for a page',
         ]

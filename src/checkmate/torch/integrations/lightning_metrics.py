@@ -1,0 +1,30 @@
+"""Figures of planned steps for the loggers of Lightning, in a separate module, since it imports one of its packages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkmate.torch.integrations.metrics import StepMetrics
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+
+class MetricsCallback(Callback):
+    """Send the figures of `StepMetrics` to the loggers of a ``Trainer`` of Lightning, in each step that it logs.
+
+    Examples:
+        >>> trainer = lightning.Trainer(logger=WandbLogger(), callbacks=[MetricsCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._metrics = StepMetrics()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Send the figures if the step is one that is logged."""
+        figures = self._metrics()
+        if figures and trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
