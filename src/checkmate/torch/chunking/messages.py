@@ -12,28 +12,40 @@ then whole between layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from torch import fx
 
 from checkmate.solvers.walks import reached
+from checkmate.torch.chunking.program import CARRYING
 from checkmate.torch.chunking.regions import Allows, Region, grow
+from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import CARRY, Split
 from checkmate.torch.chunking.stages import waves_of
-from checkmate.torch.graph.traced import outputs, own_bytes, producer, readers
+from checkmate.torch.graph.traced import inputs, outputs, own_bytes, producer, readers, tensor
 
 
 def message_ops(seed: fx.Node, split: Split, graph: fx.Graph, allows: Allows, *, exact: bool) -> Set[fx.Node]:
     """The ops on edges that belong to the layer of a tensor; none if the tensor is not one of edges."""
+    if split.length(tensor(seed).shape) not in _lengths(graph):
+        return frozenset()
     network = grow(seed, split, 2, least_share=0, allows=allows, exact=exact, most_ops=len(graph.nodes))
     if network is None or not any(CARRY in rule.outputs for rule in network.rules.values()):
         return frozenset()
     wave = _late(network, waves_of(network, graph))
-    read = _read_across(network, wave)
-    left = {w: _bytes(value for (made, _), values in read.items() if made == w for value in values) for w in {*wave.values()}}
-    most = {pair for pair, values in read.items() if 2 * _bytes(values) > left[pair[0]]}
-    own = reached([wave[producer(seed)]], lambda w: [other for pair in most if w in pair for other in pair])
+    passed = _passed(network, wave)
+    most = {w: max((size for pair, size in passed.items() if w in pair), default=0) for w in {*wave.values()}}
+    # Half of what the two waves pass on at most, but for tensors that are a little wider than others.
+    near = [pair for pair, size in passed.items() if size > 0.4 * min(most[w] for w in pair)]
+    own = reached([wave[producer(seed)]], lambda w: [other for pair in near if w in pair for other in pair])
     return {op for op in network.rules if wave[op] in own}
+
+
+def _lengths(graph: fx.Graph) -> set[int]:
+    """How many edges there are: lengths of the axes whose elements are added to another tensor."""
+    adding = [op for target in CARRYING for op in graph.find_nodes(op="call_function", target=target)]
+    cuts = [cut for op in adding for rule in rules_of(op) if CARRY in rule.outputs for cut in zip(inputs(op), rule.inputs)]
+    return {placement.length(tensor(value).shape) for value, placement in cuts if isinstance(placement, Split)}
 
 
 def _late(network: Region, wave: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
@@ -54,16 +66,16 @@ def _late(network: Region, wave: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     return found
 
 
-def _read_across(network: Region, wave: Mapping[fx.Node, int]) -> dict[tuple[int, int], set[fx.Node]]:
-    """The tensors of edges that are made in one wave and read in another one."""
+def _passed(network: Region, wave: Mapping[fx.Node, int]) -> dict[tuple[int, int], int]:
+    """Bytes of the tensors of edges that are made in one wave and read in another one."""
     found: dict[tuple[int, int], set[fx.Node]] = {}
     for op in network.rules:
         for value, _ in network.read_by(op):
             made = producer(value)
             if made in network.rules and value in network.splits and wave[made] != wave[op]:
                 found.setdefault((wave[made], wave[op]), set()).add(value)
-    return found
+    return {pair: _bytes(values) for pair, values in found.items()}
 
 
-def _bytes(values: object) -> int:
-    return sum(map(own_bytes, {*values}))  # type: ignore[misc]
+def _bytes(values: Iterable[fx.Node]) -> int:
+    return sum(map(own_bytes, values))

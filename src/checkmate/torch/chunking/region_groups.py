@@ -172,25 +172,26 @@ def _regions(seed: fx.Node, split: Split, graph: fx.Graph, chunks: Chunks) -> It
     if (region := _region(seed, split, chunks.allows, chunks.exact)) is not None:
         yield region, False
     layer = message_ops(seed, split, graph, chunks.allows, exact=chunks.exact)
-    if layer and (region := _region(seed, split, layer.__contains__, chunks.exact, least_share=0)) is not None:
+    if layer and (region := _region(seed, split, layer.__contains__, chunks.exact, is_layer=True)) is not None:
         yield region, True
 
 
-def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, least_share: float = 0.5) -> Region | None:
+def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, *, is_layer: bool = False) -> Region | None:
     """The region around a tensor, in the number of pieces that pays; None if the region is not worth running in pieces.
 
     The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
     little. There are two pieces for each time that the seed is larger than that tensor. The large tensors of a piece, two or
-    three in a backward, then take about as much as the tensors around. Pieces of fewer than 16,384 elements take no less time.
-    The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
+    three in a backward, then take about as much as the tensors around. A layer of message passing has many large tensors, a quarter
+    of which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
     """
+    least_share = 0.0 if is_layer else 0.5
     trial = grow(seed, split, 2, allows=allows, exact=exact, least_share=least_share)
     if trial is None or len(trial.rules) < 2:
         return None
     around = _largest_around(trial)
     if _saved_bytes(trial) < 2 * around:
         return None
-    wanted = 2 * max(2.0, size_bytes(seed) / around)
+    wanted = 2 * max(2.0, (_saved_bytes(trial) / 4 if is_layer else size_bytes(seed)) / around)
     most = min(32, trial.length, tensor(seed).numel() // (1 << 14))
     count = 2
     while count < wanted and 2 * count <= most:
