@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch.chunking.rules.placements import SUM, Rule, Slices, Split, arguments_of_piece, cuts, sliced
+from checkmate.torch.chunking.rules.placements import CARRY, SUM, Rule, Slices, Split, arguments_of_piece, cuts, sliced
 
 aten = torch.ops.aten
 
@@ -85,6 +85,8 @@ def run_in_pieces(
             None if not isinstance(t, torch.Tensor) else tuple((t if cut is None else sliced(t, cut)).shape)
             for t, cut in zip(outputs, here, strict=True)
         ]
+        if CARRY in rule.outputs and done:
+            leaves[0] = done[-1][1][0]
         piece_args, piece_kwargs = pytree.tree_unflatten(leaves, structure)
         result = _call(op, arguments_of_piece(op, rule, piece_args, shapes), piece_kwargs)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -105,6 +107,8 @@ def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _agrees(expected: torch.Tensor, placement: Any, pieces: Sequence[Any], at: int, scale: float) -> bool:
     if placement == SUM:
         return _close(sum(results[at] for _, results in pieces), expected, scale)
+    if placement == CARRY:
+        return _close(pieces[-1][1][at], expected, scale)
     return all(_close(results[at], expected if cut[at] is None else sliced(expected, cut[at]), scale) for cut, results in pieces)
 
 

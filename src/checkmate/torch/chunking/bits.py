@@ -34,7 +34,7 @@ from checkmate.frontend import progress
 from checkmate.solvers.walks import reached
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes
 from checkmate.torch.chunking.program import ChunkOp, NotChunkable, Piece, PieceGraph, pieces_of, program_for
-from checkmate.torch.chunking.rules.placements import Layout, Placement, Split, sliced
+from checkmate.torch.chunking.rules.placements import CARRY, SUM, Layout, Placement, Split, sliced
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_pointwise, makes_views
@@ -58,10 +58,10 @@ _VERDICTS = Store("bits of pieces", bool, "bits of ops in pieces are compared ag
 
 def keeps_bits(op: ChunkOp) -> bool:
     """Whether a stage in pieces returns the same bytes as its whole ops."""
-    program = op.program
-    if any(program.sums):
+    device, placements = tensor(op.stage.region.seed).device, op.stage.results.values()
+    if SUM in placements or (CARRY in placements and device.type != "cpu"):  # atomic additions on a GPU have no order
         return False
-    key = verdict_key(program.key, tensor(op.stage.region.seed).device)
+    key = verdict_key(op.program.key, device)
     verdict = known_verdict(key)
     if verdict is None:
         with progress.shown(f"comparing the bits of {len(op.stage.new_ops)} ops in pieces"):
@@ -113,11 +113,11 @@ def compared(stage: Stage) -> bool | None:
 
 
 def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
-    """The results of an op that are cut, without views, and their placements."""
+    """The results of an op that are cut or added to, without views, and their placements."""
     if makes_views(op):
         return {}
     found = zip(outputs(op), stage.region.rules[op].outputs, strict=True)
-    return {value: placement for value, placement in found if value is not None and isinstance(placement, Split)}
+    return {value: placement for value, placement in found if value is not None and (isinstance(placement, Split) or placement == CARRY)}
 
 
 def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
@@ -237,24 +237,31 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
 
 
 def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
-    """Whether the pieces of an op equal slices of its whole results; also if operands from ops of the same piece are dense."""
+    """Whether pieces of an op equal its whole results, slices or added to; also if operands from ops of the same piece are dense."""
     made_here = [value not in given for value, _ in op.stage.operands]
     operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
     if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):
         return False
-    for piece in op.program.pieces:
-        body = op.program.bodies[piece.body]
-        slices_read = [sliced(whole, slices) for whole, slices in zip(operands, piece.operands, strict=True)]
-        parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
-        strides = [torch.empty_like(read, device="meta").stride() for read in slices_read]  # of a dense copy
-        differs = any(here and read.stride() != s for here, read, s in zip(made_here, slices_read, strides, strict=True))
-        for dense in (False, True) if differs else (False,):
-            read = [each.clone() if dense and here else each for here, each in zip(made_here, slices_read, strict=True)]
-            targets = [Layout.of(part).empty() for part in parts]
-            body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
-            if not all(map(same_bytes, parts, targets)):
+    adds = any(op.program.sums)
+    for dense in (False, True):
+        results = list[torch.Tensor]()
+        for piece in op.program.pieces:
+            body = op.program.bodies[piece.body]
+            read = [sliced(whole, slices) for whole, slices in zip(operands, piece.operands, strict=True)]
+            strides = [torch.empty_like(each, device="meta").stride() for each in read]  # of a dense copy
+            differs = any(here and each.stride() != s for here, each, s in zip(made_here, read, strides, strict=True))
+            if dense and not (adds or differs):
+                continue
+            parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
+            read = [each.clone() if dense and here else each for here, each in zip(made_here, read, strict=True)]
+            results += () if adds else [Layout.of(part).empty() for part in parts]
+            results += body.run([*read, *results, *(buffer.empty() for buffer in body.buffers)])
+            if not (adds or all(map(same_bytes, parts, results))):
                 return False
-            del read, targets  # before the next pieces are made
+            del read  # before the next pieces are made
+            results = results if adds else []
+        if adds and not all(map(same_bytes, wholes, results)):
+            return False
     return True
 
 

@@ -125,11 +125,15 @@ class ChunkChoices(Generic[CapturedT]):
         chosen: list[RegionGroup] = []
         lowest = self._bytes(chosen, _floor_bytes)
         while lowest > budget_bytes:
-            floors = {group: self._bytes([*chosen, group], _floor_bytes) for group in self._addable(chosen)}
-            best = min(floors, key=floors.__getitem__, default=None)
-            if best is None or floors[best] >= lowest:
-                break
-            chosen.append(best)
+            added: list[tuple[RegionGroup, ...]] = [(group,) for group in self._addable(chosen)]
+            floors = {groups: self._bytes([*chosen, *groups], _floor_bytes) for groups in added}
+            best = min(floors, key=floors.__getitem__, default=())
+            if floors.get(best, lowest) >= lowest:  # the first layer and the others, for example, may need as much
+                best = self._compatible(chosen)
+                floors[best] = self._bytes([*chosen, *best], _floor_bytes)
+                if floors[best] >= lowest:
+                    break
+            chosen += best
             lowest = floors[best]
         return tuple(chosen)
 
@@ -160,6 +164,14 @@ class ChunkChoices(Generic[CapturedT]):
     def _addable(self, chosen: Sequence[RegionGroup]) -> list[RegionGroup]:
         """Groups in their most pieces, without those that share an op with the chosen groups."""
         return [group for group in self.groups if group.most_pieces and not any(group.excludes(other) for other in chosen)]
+
+    def _compatible(self, chosen: Sequence[RegionGroup]) -> tuple[RegionGroup, ...]:
+        """Groups that can be added together."""
+        found: list[RegionGroup] = []
+        for group in self._addable(chosen):
+            if not any(map(group.excludes, found)):
+                found.append(group)
+        return tuple(found)
 
     def _bytes(self, groups: Sequence[RegionGroup], of: Callable[[Graph], int]) -> int:
         try:

@@ -6,7 +6,8 @@ copy of every op for each piece, graphs of transformers doubled, and searches fo
 program and its measured costs.
 
 Results that are cut are assembled in one buffer each. A sum begins with the term of the first piece, and later terms are added
-to it in place; a matrix product adds its own term (``addmm_``), without a temporary.
+to it in place; a matrix product adds its own term (``addmm_``), without a temporary. So does an op that adds to a tensor
+(``index_add``), each of whose pieces goes on with the tensor of the previous one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch.chunking.buffers import out_variant, share_buffers, write_to
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import (
+    CARRY,
     SUM,
+    TOTALS,
     WHOLE,
     Layout,
     Placement,
@@ -54,6 +57,15 @@ CHUNKED = torch.ops.checkmate.chunked.default
 
 _ADDING = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 """Ops that add a product to a tensor in place, by the op that makes the product alone."""
+
+CARRYING = {
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter_reduce.two: aten.scatter_reduce_.two,
+    aten.index_put.default: aten.index_put_.default,
+    aten._unsafe_index_put.default: aten.index_put_.default,
+}
+"""Ops that add to their first argument in place, by the op that returns a new tensor."""
 
 _COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 """Views of tensors that are contiguous when whole: a slice need not be. The kernel decides its strides, which can differ from the
@@ -95,7 +107,7 @@ class ChunkedProgram:
 
     key: str  # hash of the stage's ops, layouts and cuts, on which all other fields depend
     results: tuple[Layout, ...]
-    sums: tuple[bool, ...]  # which results are sums over the pieces
+    sums: tuple[bool, ...]  # to which results every piece adds
     pieces: tuple[Piece, ...]
     bodies: tuple[Body, ...]
 
@@ -172,7 +184,7 @@ def program_for(stage: Stage) -> ChunkedProgram:
         buffers = [share_buffers(piece.graph) for piece in graphs]
         bodies = tuple(Body(boxed(piece.module), piece.graph, shared) for piece, shared in zip(graphs, buffers, strict=True))
         layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
-        sums = tuple(placement == SUM for placement in stage.results.values())
+        sums = tuple(placement in TOTALS for placement in stage.results.values())
         _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), bodies)
     return _PROGRAMS[key]
 
@@ -207,16 +219,18 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
         operands = tuple(slices[t] for slices in operand_slices)
         results = tuple(slices[t] for slices in result_slices)
         lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
-        kind = (lengths, not pieces and SUM in stage.results.values())
+        kind = (lengths, not pieces and any(placement in TOTALS for placement in stage.results.values()))
         if kind not in bodies:
             bodies[kind] = PieceGraph(stage, operands, results, t)
         pieces.append(Piece(operands, results, list(bodies).index(kind)))
     return pieces, list(bodies.values())
 
 
-def _summed(value: fx.Node) -> torch.Tensor:
-    """A traced tensor of the type in which a sum is added up."""
+def _summed(value: fx.Node, placement: Placement) -> torch.Tensor:
+    """A traced tensor of the type in which a sum is added up: its own if the whole op adds in that type too."""
     traced = tensor(value)
+    if placement == CARRY:
+        return traced
     with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
         return traced.to(_SUMMED_AS.get(traced.dtype, traced.dtype))
 
@@ -236,11 +250,11 @@ class PieceGraph:
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(sliced(_summed(value) if placement == SUM else stage.returned(value), slices))
-                for (value, placement), slices in zip(stage.results.items(), results, strict=True)
-                if placement != SUM or not self.first
+                value: self._placeholder(sliced(_summed(value, p) if p in TOTALS else stage.returned(value), slices))
+                for (value, p), slices in zip(stage.results.items(), results, strict=True)
+                if p not in TOTALS or not self.first
             }
-        self.sums = [value for value, placement in stage.results.items() if placement == SUM]
+        self.sums = [value for value, placement in stage.results.items() if placement in TOTALS]
         self.module = self._module()
 
     def _module(self) -> fx.GraphModule:
@@ -248,7 +262,7 @@ class PieceGraph:
             self._emit(op)
         terms: list[fx.Node] = []
         for value in self.sums if self.first else ():
-            total, term = _summed(value), self.made[value]
+            total, term = _summed(value, self.stage.results[value]), self.made[value]
             if tensor(term).dtype is not total.dtype:
                 term = self._call(aten._to_copy.default, (term,), {"dtype": total.dtype})
             if Layout.of(tensor(term)) != Layout.of(total):
@@ -281,9 +295,13 @@ class PieceGraph:
 
         args, kwargs = fx.map_arg((op.args, op.kwargs), mapped)
         target = self.targets.get(op)
-        if target is not None and op in self.sums and op.target in _ADDING and tensor(target).dtype is tensor(op).dtype:
-            self._call(_ADDING[op.target], (target, *args), kwargs)  # type: ignore[index]
-            return
+        if target is not None and op in self.sums and tensor(target).dtype is tensor(op).dtype:
+            if op.target in _ADDING:
+                self._call(_ADDING[op.target], (target, *args), kwargs)  # type: ignore[index]
+                return
+            if rule.outputs == (CARRY,):
+                self._call(CARRYING[op.target], (target, *args[1:]), kwargs)  # type: ignore[index]
+                return
         shapes = self._shapes(op, rule)
         target = _COPIES_IF_NEEDED.get(op.target, op.target)  # type: ignore[arg-type]
         self.calls[op] = arguments_of_piece(op.target, rule, args, shapes), kwargs  # type: ignore[arg-type]

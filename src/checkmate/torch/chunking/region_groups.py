@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from checkmate.torch.chunking.bits import keeps_bits
+from checkmate.torch.chunking.messages import message_ops
 from checkmate.torch.chunking.program import ChunkOp, NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.regions import Allows, Region, closed, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
@@ -103,7 +104,8 @@ def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Ite
     """
     (many,) = found.regions
     for count in (many.count // 2, many.count // 4) if many.sums else ():
-        few = grow(many.seed, many.splits[many.seed], count, allows=allows) if count >= 4 else None
+        share = many.least_bytes / size_bytes(many.seed)
+        few = grow(many.seed, many.splits[many.seed], count, allows=many.rules.__contains__, least_share=share) if count >= 4 else None
         way = None if few is None else _as_group(closed(few, allows), graph, allows, found.saved_bytes)
         if way is not None and way.regions[0].rules.keys() == many.rules.keys():
             yield replace(way, most_pieces=False)
@@ -137,12 +139,12 @@ def _best_region(graph: fx.Graph, seed: fx.Node, chunks: Chunks) -> RegionGroup 
         return None
     place = outputs(op).index(seed)
     found: list[tuple[tuple[int, bool, bool], Region]] = []
-    for split in {split for rule in rules_of(op) if isinstance(split := rule.outputs[place], Split)}:
-        region = _region(seed, split, chunks.allows, chunks.exact)
-        stages = [] if region is None else stages_of(region, graph)
-        if region is None or (chunks.recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None):
+    splits = {split for rule in rules_of(op) if isinstance(split := rule.outputs[place], Split)}
+    for region, is_layer in (each for split in splits for each in _regions(seed, split, graph, chunks)):
+        stages = stages_of(region, graph)
+        if chunks.recomputes_nothing and stages[-1].wave > 0 and unit_tangent_of(region, graph) is None:
             continue
-        if len({stage.wave for stage in stages}) <= 3:  # each computes large tensors of earlier stages again
+        if is_layer or len({stage.wave for stage in stages}) <= 3:  # each computes large tensors of earlier stages again
             # Sums of gradients are better than sums in the forward: the loss shows the bits of the latter.
             forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
@@ -165,27 +167,37 @@ def _as_group(region: Region, graph: fx.Graph, allows: Allows, saved_bytes: int)
     return None
 
 
-def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool) -> Region | None:
+def _regions(seed: fx.Node, split: Split, graph: fx.Graph, chunks: Chunks) -> Iterator[tuple[Region, bool]]:
+    """The regions around a tensor, and whether each is a layer of message passing."""
+    if (region := _region(seed, split, chunks.allows, chunks.exact)) is not None:
+        yield region, False
+    layer = message_ops(seed, split, graph, chunks.allows, exact=chunks.exact)
+    if layer and (region := _region(seed, split, layer.__contains__, chunks.exact, is_layer=True)) is not None:
+        yield region, True
+
+
+def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, *, is_layer: bool = False) -> Region | None:
     """The region around a tensor, in the number of pieces that pays; None if the region is not worth running in pieces.
 
     The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
     little. There are two pieces for each time that the seed is larger than that tensor. The large tensors of a piece, two or
-    three in a backward, then take about as much as the tensors around. Pieces of fewer than 16,384 elements take no less time.
-    The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
+    three in a backward, then take about as much as the tensors around. A layer of message passing has many large tensors, a quarter
+    of which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
     """
-    trial = grow(seed, split, 2, allows=allows, exact=exact)
+    least_share = 0.0 if is_layer else 0.5
+    trial = grow(seed, split, 2, allows=allows, exact=exact, least_share=least_share)
     if trial is None or len(trial.rules) < 2:
         return None
     around = _largest_around(trial)
     if _saved_bytes(trial) < 2 * around:
         return None
-    wanted = 2 * max(2.0, size_bytes(seed) / around)
+    wanted = 2 * max(2.0, (_saved_bytes(trial) / 4 if is_layer else size_bytes(seed)) / around)
     most = min(32, trial.length, tensor(seed).numel() // (1 << 14))
     count = 2
     while count < wanted and 2 * count <= most:
         count *= 2
     while count > 2:
-        region = grow(seed, split, count, allows=allows, exact=exact)
+        region = grow(seed, split, count, allows=allows, exact=exact, least_share=least_share)
         if region is not None and len(region.rules) >= len(trial.rules):
             return closed(region, allows)  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2

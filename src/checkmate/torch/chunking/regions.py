@@ -21,7 +21,7 @@ from torch import fx
 
 from checkmate.solvers.walks import reached
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Slices, Split, cuts
+from checkmate.torch.chunking.rules.placements import SUM, TOTALS, WHOLE, Placement, Rule, Slices, Split, cuts
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, shape_only, size_bytes, tensor
 
@@ -88,6 +88,7 @@ def grow(
     least_share: float = 0.5,
     allows: Allows = lambda op: True,
     exact: bool = False,
+    most_ops: int = _MOST_OPS,
 ) -> Region | None:
     """The region around a tensor that is cut; None if it cannot be cut in this way, or the region would be too large.
 
@@ -98,11 +99,11 @@ def grow(
     least_bytes = max(1, int(least_share * size_bytes(seed)))
     growth = _Growth(count, split.length(tensor(seed).shape), least_bytes, allows, sums=not exact)
     growth.place(seed, split)
-    while growth.todo and len(growth.rules) <= _MOST_OPS:
+    while growth.todo and len(growth.rules) <= most_ops:
         value = growth.todo.popleft()
         for op in (producer(value), *value.users):
             growth.visit(op)
-    if not 0 < len(growth.rules) <= _MOST_OPS:
+    if not 0 < len(growth.rules) <= most_ops:
         return None
     return Region(seed, count, growth.rules, growth.splits, least_bytes, exact)
 
@@ -112,7 +113,7 @@ def extended(region: Region, ops: Iterable[fx.Node], allows: Allows) -> Region |
     growth = _Growth(region.count, region.length, region.least_bytes, allows, sums=False)
     growth.rules.update(region.rules)
     growth.splits.update(region.splits)
-    growth.sum_values.update(value for op, rule in region.rules.items() for value, p in _placed(op, rule) if p == SUM)
+    growth.sum_values.update(value for op, rule in region.rules.items() for value, p in _placed(op, rule) if p in TOTALS)
     for op in ops:
         growth.visit(op)
         if op not in growth.rules:
@@ -172,7 +173,7 @@ class _Growth:
         for value, placement in _placed(op, rule):
             if isinstance(placement, Split) and value not in self.splits:
                 self.place(value, placement)
-            elif placement == SUM:
+            elif placement in TOTALS:
                 self.sum_values.add(value)
 
     def _agrees(self, op: fx.Node, rule: Rule) -> bool:

@@ -67,6 +67,11 @@ def stages_of(region: Region, graph: fx.Graph, unit_tangent: UnitTangent | None 
     return _Stages(region, graph, unit_tangent).found
 
 
+def waves_of(region: Region, graph: fx.Graph) -> dict[fx.Node, int]:
+    """How often a path to each op of a region leaves the region and comes back."""
+    return _Stages(region, graph, None).wave
+
+
 def kept_outside(region: Region) -> set[fx.Node]:
     """Tensors made in a region that ops outside of it read, or that ops of it read whole.
 

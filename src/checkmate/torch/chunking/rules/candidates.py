@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Layout, Placement, Rule, Split
+from checkmate.torch.chunking.rules.placements import CARRY, SUM, WHOLE, Layout, Placement, Rule, Split
 from checkmate.torch.graph.op_properties import argument
 
 aten = torch.ops.aten
@@ -169,12 +169,11 @@ def _product(call: OpCall) -> Iterator[Rule]:
 
 
 def _selected(call: OpCall) -> Iterator[Rule]:
-    """Slices of the index select slices of the result; all other dimensions carry over."""
+    """Slices of the index select slices of the result, or the places to which slices are added; other dimensions carry over."""
     (dim,), gathers = _named_dimensions(call), call.name == "aten::gather"
     others = (d for d in range(len(call.shapes[0])) if d != dim)
     yield from (call.rule(d, self=d, index=d if gathers else None, source=d) for d in others)
-    if call["source"] is None:
-        yield call.rule(dim, index=dim if gathers else 0)
+    yield call.rule(dim if call["source"] is None else CARRY, index=dim if gathers else 0, source=dim)
 
 
 def _indexed(call: OpCall) -> Iterator[Rule]:
@@ -194,8 +193,21 @@ def _indexed(call: OpCall) -> Iterator[Rule]:
             yield call.rule(selected, self=d)
         else:
             yield call.rule(d, self=d, values=_from_the_end(values, len(kept) + rank - selected))
-    for d in range(rank) if call["values"] is None else ():
-        yield Rule((Split((first + d,)),), (WHOLE, *(_from_the_end(index, rank - d) for index in indices)))
+    for d in range(rank) if call["values"] is None or call["accumulate"] else ():
+        cut = (WHOLE, *(_from_the_end(index, rank - d) for index in indices))
+        if (values := call["values"]) is None:
+            yield Rule((Split((first + d,)),), cut)
+        else:
+            yield Rule((CARRY,), (*cut, _from_the_end(values, len(kept) + rank - first - d)))
+
+
+def _scattered(call: OpCall) -> Iterator[Rule]:
+    """Numbers that are put or added to a tensor along a dimension, which can be cut if they are added; and all others."""
+    yield from _along(call)
+    mean = call["reduce"] == "mean" or call["include_self"] is False
+    if call["src"] is not None and not mean:
+        (dim,) = _named_dimensions(call)
+        yield call.rule(CARRY, index=dim, src=dim)
 
 
 def _view(call: OpCall) -> Iterator[Rule]:
@@ -351,8 +363,9 @@ _TABLE: Final[tuple[tuple[Candidates, str], ...]] = (
                "var_mean linalg_vector_norm"),
     (_along, "cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _softmax_backward_data _log_softmax "
              "_log_softmax_backward_data _safe_softmax glu glu_backward cat split split_with_sizes slice slice_backward "
-             "slice_scatter flip roll scatter scatter_add scatter_reduce _fft_c2c _fft_c2r _fft_r2c"),
+             "slice_scatter flip roll scatter _fft_c2c _fft_c2r _fft_r2c"),
     (_selected, "index_select gather index_add"),
+    (_scattered, "scatter_add scatter_reduce"),
     (_indexed, "index _unsafe_index index_put _unsafe_index_put"),
     (_product, "mm bmm addmm baddbmm"),
     # Not marked as pointwise in torch.

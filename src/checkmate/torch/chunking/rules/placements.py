@@ -1,5 +1,7 @@
 """How the tensors of an op are cut when the op runs piece by piece: along an axis, not at all, or into terms of a sum.
 
+An op that adds to a tensor element by element, in an order, is no such sum: each piece goes on with the tensor of the previous one.
+
 Chunking is sharding in time. The terms are those of `torch.distributed.tensor`: its ``Shard``, ``Replicate`` and ``Partial``
 have the same meaning for tensors on several devices.
 """
@@ -53,7 +55,16 @@ WHOLE: Final = "whole"
 SUM: Final = "sum"
 """Every piece returns a term; the tensor is the sum of the terms."""
 
-Placement: TypeAlias = Split | Literal["whole", "sum"]
+CARRY: Final = "carry"
+"""Every piece adds to the tensor that the previous piece returned, the first piece to the op's first argument.
+
+The additions may keep the order of the whole op, as those of ``index_add`` do on a CPU: then the bits are the same.
+"""
+
+TOTALS: Final = (SUM, CARRY)
+"""Placements of tensors to which every piece adds."""
+
+Placement: TypeAlias = Split | Literal["whole", "sum", "carry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Rule:
     """One way to run an op piece by piece."""
 
     outputs: tuple[Placement | None, ...]  # None for an output that is not a tensor
-    inputs: tuple[Placement, ...]  # of the tensors among the arguments, in the order of `torch.utils._pytree`; never `SUM`
+    inputs: tuple[Placement, ...]  # of the tensors among the arguments, in the order of `torch.utils._pytree`; not `TOTALS`
 
     @property
     def sums(self) -> bool:
