@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import checkmate
 import checkmate.torch
-from checkmate import InfeasibleBudgetError
+from checkmate import InfeasibleBudgetError, Limits
 from checkmate.core.budget import keep_all_bytes
 from checkmate.torch import measure_peak
 from checkmate.torch.chunking.bits import keeps_bits
@@ -60,7 +61,7 @@ def around(groups: list[RegionGroup], edges: int = EDGES) -> int:
     """The most numbers of an edge that are whole before or after an op that runs in pieces."""
     placed = [item for group in groups for op in group.chunk_ops for item in (*op.stage.operands, *op.stage.results.items())]
     cut = [tensor(value) for value, placement in placed if isinstance(placement, Split)]
-    return max(value.numel() // edges for value in cut if value.is_floating_point())
+    return max((value.numel() // edges for value in cut if value.is_floating_point()), default=0)
 
 
 @pytest.mark.parametrize("add", ADD)
@@ -104,6 +105,26 @@ def test_only_the_state_of_edges_is_whole_between_layers() -> None:
     assert sum(len(group.regions) for group in groups if group.most_pieces) == 3
     assert around(groups) == WIDTH
     assert outcome_of(step, [region for group in groups if group.most_pieces for region in group.regions], 0).wrong == ()
+
+
+@pytest.mark.parametrize("layer", ["GCNConv", "SAGEConv", "GATConv"])
+def test_layers_of_pytorch_geometric(layer: str) -> None:
+    """Attention over edges, a softmax, has one number for each edge and head that is whole, and no wider array."""
+    geometric = pytest.importorskip("torch_geometric.nn")  # tested with 2.8.1
+    given = {} if layer == "SAGEConv" else {"add_self_loops": False}
+    torch.manual_seed(0)
+    convolutions = [getattr(geometric, layer)(WIDTH, WIDTH, **given) for _ in range(2)]
+
+    def loss(h: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        for convolution in convolutions:
+            h = convolution(h, ends).relu()
+        return h.square().mean()
+
+    h, src, dst, _ = batch(2 * EDGES)
+    step = step_of(loss, h, torch.stack([src, dst]))
+    groups = [group for group in region_groups(step.joint.graph) if group.most_pieces]
+    assert around(groups, 2 * EDGES) <= 1
+    assert outcome_of(step, [region for group in groups for region in group.regions], 0).wrong == ()
 
 
 def least(step: Any, example: Any, **options: Any) -> Any:
@@ -201,6 +222,18 @@ def test_bits_are_promised_where_the_order_of_additions_is_kept(add: str, dtype:
         for some, part in zip(ends.chunk(4), message.chunk(4), strict=True):
             made = ADD[add](made, some, part)
     assert keeps_bits(op) == torch.equal(whole, made)
+
+
+def test_the_largest_number_of_edges() -> None:
+    """A function from a number of edges to a graph is all that the search needs; only edges grow."""
+    model, budget = Messages(1), 8 << 20
+
+    def graph_of(edges: int) -> Any:
+        return checkmate.torch.capture(model, example=batch(1024 * edges), costs="estimated")
+
+    found = checkmate.max_batch(graph_of, budget_bytes=budget, size_name="edges", limits=Limits(time_s=4))
+    assert keep_all_bytes(graph_of(found.batch)) > budget >= found.result.peak_bytes
+    assert found.upper_bound <= found.batch + 1
 
 
 @pytest.mark.slow
