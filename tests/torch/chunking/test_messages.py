@@ -47,7 +47,8 @@ class Messages(nn.Module):
 
     def forward(self, h: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            h = h + self.add(torch.zeros_like(h), dst, layer(torch.cat([h[src], h[dst], e], 1)))
+            added = self.add(torch.zeros_like(h), dst, layer(torch.cat([h[src], h[dst], e], 1)))
+            h = h + added * (len(h) / len(src))
         return self.head(h).square().mean()
 
 
