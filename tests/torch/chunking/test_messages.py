@@ -225,14 +225,15 @@ def test_bits_are_promised_where_the_order_of_additions_is_kept(add: str, dtype:
     assert keeps_bits(op) == torch.equal(whole, made)
 
 
+@pytest.mark.slow
 def test_the_largest_number_of_edges() -> None:
     """A function from a number of edges to a graph is all that the search needs; only edges grow."""
-    model, budget = Messages(1), 8 << 20
+    model, budget = Messages(3), 8 << 20
 
     def graph_of(edges: int) -> Any:
         return checkmate.torch.capture(model, example=batch(1024 * edges), costs="estimated")
 
-    found = checkmate.max_batch(graph_of, budget_bytes=budget, size_name="edges", limits=Limits(time_s=4))
+    found = checkmate.max_batch(graph_of, budget_bytes=budget, size_name="edges", limits=Limits(time_s=30))
     assert keep_all_bytes(graph_of(found.batch)) > budget >= found.result.peak_bytes
     assert found.upper_bound <= found.batch + 1
 
