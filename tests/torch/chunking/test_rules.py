@@ -18,8 +18,8 @@ from torch._functorch.partitioners import default_partition
 
 from checkmate.torch._compat.dispatch import FakeTensorMode
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Rule, Split
-from tests.torch.chunking.op_calls import CALLS, r
+from checkmate.torch.chunking.rules.placements import CARRY, SUM, WHOLE, Rule, Split
+from tests.torch.chunking.op_calls import CALLS, ids, r
 from tests.torch.chunking.whole_and_pieces import mismatches, node_of, run_in_pieces
 from tests.torch.networks import Cnn, Unet
 
@@ -51,6 +51,8 @@ WRONG = [
     (aten.relu.default, (r(6, 5),), Rule((WHOLE,), (ROWS,))),
     (aten.view.default, (r(6, 6), [36]), Rule((ROWS,), (Split((0,)),))),
     (aten.cumsum.default, (r(6, 5), 0), Rule((ROWS,), (ROWS,))),
+    (aten.scatter_reduce.two, (r(6, 5), 0, ids(6, 9, 5), r(9, 5), "mean"), Rule((CARRY,), (WHOLE, ROWS, ROWS))),
+    (aten.index_put.default, (r(6, 5), [ids(6, 9)], r(9, 5)), Rule((CARRY,), (WHOLE, ROWS, COLUMNS))),
 ]
 
 
@@ -66,7 +68,7 @@ def test_a_wrong_rule_is_found(op: Any, args: tuple[Any, ...], rule: Rule) -> No
 
 
 def test_rules_that_regions_need_are_known() -> None:
-    """Head and loss, weight gradients, biases, attention over heads: by these regions grow."""
+    """Head and loss, weight gradients, biases, attention over heads, messages to nodes: by these regions grow."""
     x, weight, ids, grad = r(6, 4), r(4, 9), torch.arange(6).view(2, 3), r(2, 3, 4)
     products = rules_of_call(aten.mm.default, x, weight)
     assert {Rule((ROWS,), (ROWS, WHOLE)), Rule((COLUMNS,), (WHOLE, COLUMNS)), Rule((SUM,), (COLUMNS, ROWS))} <= {*products}
@@ -74,6 +76,12 @@ def test_rules_that_regions_need_are_known() -> None:
     tokens = Split((0, 1))
     embedded = rules_of_call(aten.embedding_dense_backward.default, grad, ids, 9, -1, False)
     assert {Rule((SUM,), (tokens, tokens)), Rule((COLUMNS,), (Split((2,)), WHOLE))} <= {*embedded}
+    ends, message = torch.arange(9) % 6, r(9, 4)
+    added = Rule((CARRY,), (WHOLE, ROWS, ROWS))
+    assert added in rules_of_call(aten.index_add.default, x, 0, ends, message)
+    assert added in rules_of_call(aten.scatter_add.default, x, 0, ends.unsqueeze(1).expand(9, 4), message)
+    assert added in rules_of_call(aten.index_put.default, x, [ends], message, True)
+    assert added not in rules_of_call(aten.index_put.default, x, [ends], message)
     assert Rule((ROWS,), (tokens,)) in rules_of_call(aten.view.default, grad, [6, 4])
     assert Rule((tokens,), (ROWS,)) in rules_of_call(aten.view.default, x, [2, 3, 4])
     assert Rule((COLUMNS,), (WHOLE, COLUMNS)) in rules_of_call(aten.mul.Tensor, r(6, 1), x)

@@ -117,7 +117,11 @@ def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
     if makes_views(op):
         return {}
     found = zip(outputs(op), stage.region.rules[op].outputs, strict=True)
-    return {value: placement for value, placement in found if value is not None and (isinstance(placement, Split) or placement == CARRY)}
+    return {
+        value: placement
+        for value, placement in found
+        if value is not None and (isinstance(placement, Split) or placement == CARRY)
+    }
 
 
 def _single_ops(stage: Stage) -> dict[fx.Node, ChunkOp]:
@@ -237,7 +241,7 @@ def _equal(stage: Stage, single: Mapping[fx.Node, ChunkOp], fill: Fill, constant
 
 
 def _same(op: ChunkOp, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
-    """Whether pieces of an op equal its whole results, slices or added to; also if operands from ops of the same piece are dense."""
+    """Whether the pieces of an op give the bits of its whole results; also if operands from ops of the same piece are dense."""
     made_here = [value not in given for value, _ in op.stage.operands]
     operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
     if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):

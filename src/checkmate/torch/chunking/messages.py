@@ -44,7 +44,8 @@ def message_ops(seed: fx.Node, split: Split, graph: fx.Graph, allows: Allows, *,
 def _lengths(graph: fx.Graph) -> set[int]:
     """How many edges there are: lengths of the axes whose elements are added to another tensor."""
     adding = [op for target in CARRYING for op in graph.find_nodes(op="call_function", target=target)]
-    cuts = [cut for op in adding for rule in rules_of(op) if CARRY in rule.outputs for cut in zip(inputs(op), rule.inputs)]
+    rules = [(op, rule) for op in adding for rule in rules_of(op) if CARRY in rule.outputs]
+    cuts = [cut for op, rule in rules for cut in zip(inputs(op), rule.inputs, strict=True)]
     return {placement.length(tensor(value).shape) for value, placement in cuts if isinstance(placement, Split)}
 
 

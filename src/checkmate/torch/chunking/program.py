@@ -29,7 +29,6 @@ from checkmate.torch.chunking.buffers import out_variant, share_buffers, write_t
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import (
     CARRY,
-    SUM,
     TOTALS,
     WHOLE,
     Layout,

@@ -10,10 +10,10 @@ from torch import fx
 
 from checkmate.torch.chunking.bits import keeps_bits
 from checkmate.torch.chunking.messages import message_ops
-from checkmate.torch.chunking.program import ChunkOp, NotChunkable, chunk_ops_of
+from checkmate.torch.chunking.program import CARRYING, ChunkOp, NotChunkable, chunk_ops_of
 from checkmate.torch.chunking.regions import Allows, Region, closed, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import SUM, Split
+from checkmate.torch.chunking.rules.placements import SUM, TOTALS, Split
 from checkmate.torch.chunking.stages import kept_outside, stages_of, with_private_operands
 from checkmate.torch.chunking.unit_tangent import unit_tangent_of
 from checkmate.torch.graph.op_properties import makes_views
@@ -71,7 +71,9 @@ def region_groups(graph: fx.Graph, chunks: Chunks = Chunks()) -> list[RegionGrou
     taken: set[fx.Node] = set()
     worthless: set[Hashable] = set()  # layers repeat
     found: dict[Hashable, list[RegionGroup]] = {}
-    free = replace(chunks, allows=lambda op: op not in taken and chunks.allows(op))
+    # Inductor, for which nothing may be computed twice, fuses a gather with what follows, and has no messages.
+    never = CARRYING.keys() if chunks.recomputes_nothing else ()
+    free = replace(chunks, allows=lambda op: op not in taken and op.target not in never and chunks.allows(op))
     for seed in seeds:
         if size_bytes(seed) < 0.1 * size_bytes(seeds[0]):
             break  # pieces of small tensors save little
@@ -97,15 +99,16 @@ def region_groups(graph: fx.Graph, chunks: Chunks = Chunks()) -> list[RegionGrou
 
 
 def _in_fewer_pieces(found: RegionGroup, graph: fx.Graph, allows: Allows) -> Iterator[RegionGroup]:
-    """A region with sums in half and a quarter of the pieces, if it still has the same ops.
+    """A region that adds to tensors, in half and a quarter of the pieces, if it still has the same ops.
 
     Fewer pieces take more memory and less time: each piece reads and writes all of a sum and reads all of a weight, and small
     products are slow.
     """
     (many,) = found.regions
-    for count in (many.count // 2, many.count // 4) if many.sums else ():
+    adds = not many.exact and any(placement in TOTALS for rule in many.rules.values() for placement in rule.outputs)
+    for count in [count for count in (many.count // 2, many.count // 4) if adds and count >= 4]:
         share = many.least_bytes / size_bytes(many.seed)
-        few = grow(many.seed, many.splits[many.seed], count, allows=many.rules.__contains__, least_share=share) if count >= 4 else None
+        few = grow(many.seed, many.splits[many.seed], count, allows=many.rules.__contains__, least_share=share)
         way = None if few is None else _as_group(closed(few, allows), graph, allows, found.saved_bytes)
         if way is not None and way.regions[0].rules.keys() == many.rules.keys():
             yield replace(way, most_pieces=False)
@@ -181,8 +184,9 @@ def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, *, is_laye
 
     The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
     little. There are two pieces for each time that the seed is larger than that tensor. The large tensors of a piece, two or
-    three in a backward, then take about as much as the tensors around. A layer of message passing has many large tensors, a quarter
-    of which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number depends on the graph alone and not on a budget: the order of sums is the same at every budget.
+    three in a backward, then take about as much as the tensors around. A layer of message passing has more of them, a quarter of
+    which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number depends on the graph alone and
+    not on a budget: the order of sums is the same at every budget.
     """
     least_share = 0.0 if is_layer else 0.5
     trial = grow(seed, split, 2, allows=allows, exact=exact, least_share=least_share)

@@ -21,7 +21,7 @@ from torch import fx
 
 from checkmate.solvers.walks import reached
 from checkmate.torch.chunking.rules.lookup import rules_of
-from checkmate.torch.chunking.rules.placements import SUM, TOTALS, WHOLE, Placement, Rule, Slices, Split, cuts
+from checkmate.torch.chunking.rules.placements import TOTALS, WHOLE, Placement, Rule, Slices, Split, cuts
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.traced import ancestors, descendants, inputs, outputs, producer, shape_only, size_bytes, tensor
 

@@ -1,6 +1,6 @@
 """How the tensors of an op are cut when the op runs piece by piece: along an axis, not at all, or into terms of a sum.
 
-An op that adds to a tensor element by element, in an order, is no such sum: each piece goes on with the tensor of the previous one.
+An op that adds to a tensor in an order is no such sum: each piece goes on with the tensor of the previous one.
 
 Chunking is sharding in time. The terms are those of `torch.distributed.tensor`: its ``Shard``, ``Replicate`` and ``Partial``
 have the same meaning for tensors on several devices.
