@@ -252,7 +252,7 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     "transformers": {"Adafactor": {"lr": 1e-3, "relative_step": False, "scale_parameter": False}},
     "bitsandbytes.optim": {
         "AdamW32bit": {}, "Lion32bit": {}, "RMSprop32bit": {}, "Adagrad32bit": {}, "SGD32bit": {"lr": 0.1, "momentum": 0.9},
-        "PagedAdamW32bit": {}, "AdamW8bit": {}, "Lion8bit": {},
+        "AdamW8bit": {}, "Lion8bit": {},
     },
     "timm.optim": {"Lion": {}, "NAdamW": {}, "LaProp": {}, "MADGRAD": {}, "AdafactorBigVision": {}, "Adan": {}},
     "torchao.optim": {"AdamW8bit": {}, "AdamW4bit": {}},
