@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import functools
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -66,6 +68,27 @@ def test_examples_run(page):
     said: list[str] = []
     runner.run(test, out=said.append)
     assert not runner.failures, "".join(said)
+
+
+RECIPES = [
+    pytest.param(source, id=f"{page.stem}-{number}")
+    for page in sorted((ROOT / "docs" / "how-to").glob("for-*.md"))
+    for number, source in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages of others
+@pytest.mark.parametrize("source", RECIPES)
+def test_recipes_run(source, tmp_path, monkeypatch):
+    """As they are, where the packages are installed that a recipe imports."""
+    for name in dict.fromkeys(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE)):
+        pytest.importorskip(name, reason=f"needs {name}")
+    if "checkmate.torch.compile(" in source:
+        steps = importlib.import_module("checkmate.torch")
+        monkeypatch.setattr(steps, "compile", functools.partial(steps.compile, time_limit_s=1, costs="estimated"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CHECKMATE_BUDGET", "8GiB")
+    exec(compile(source, "recipe", "exec"), {"__name__": "recipe"})
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "src").rglob("*.py"))], ids=page_id)

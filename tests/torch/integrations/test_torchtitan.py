@@ -24,7 +24,7 @@ Policies = dict[str, Callable[..., fx.GraphModule]]
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> Policies:
-    """Policies by name, as in ``experiments/graph_trainer/registry.py``; the full one saves results of layers and random ops."""
+    """Policies by name, as in ``experiments/graph_trainer/memory_policy.py``; the full one saves results of layers."""
 
     def full(module: fx.GraphModule, *, config: Any) -> fx.GraphModule:
         for node in module.graph.nodes:
@@ -32,7 +32,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> Policies:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         return module
 
-    registry, found = ModuleType(f"{TRAINER}.registry"), {"full": full}
+    registry, found = ModuleType(f"{TRAINER}.memory_policy"), {"full": full}
     registry.MEMORY_POLICY_REGISTRY = found  # type: ignore[attr-defined]
     registry.register_memory_policy = lambda key: lambda policy: found.update({key: policy})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -117,7 +117,7 @@ def test_there_has_to_be_a_budget(policies: Policies, environ: Any, monkeypatch:
     environ["CHECKMATE_BUDGET"] = "1GiB"
     with_budget(config)
     assert "checkmate" in policies
-    monkeypatch.setitem(sys.modules, f"{TRAINER}.registry", None)
+    monkeypatch.setitem(sys.modules, f"{TRAINER}.memory_policy", None)
     with pytest.raises(MissingExtraError, match="pip install torchtitan"):
         with_budget(config)
 

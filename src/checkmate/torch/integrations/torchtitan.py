@@ -55,14 +55,14 @@ def with_budget(config: Config, budget: Amount | None = None) -> Config:
         ...     return with_budget(graph_trainer_llama3_8b(), "70GiB")
     """
     try:
-        registry = import_module(f"{_TRAINER}.registry")
+        policies = import_module(f"{_TRAINER}.memory_policy")
     except ImportError as error:
         raise MissingExtraError("with_budget needs torchtitan, which is not installed", hint="pip install torchtitan") from error
     budget = budget_of_environment() if budget is None else budget
     if budget is None:
         raise OptionError("there is no budget", hint='give one: with_budget(config, "70GiB"), or set CHECKMATE_BUDGET')
-    policy = functools.partial(_tagged, full=registry.MEMORY_POLICY_REGISTRY["full"], budget=budget)
-    registry.register_memory_policy("checkmate")(policy)
+    policy = functools.partial(_tagged, full=policies.MEMORY_POLICY_REGISTRY["full"], budget=budget)
+    policies.register_memory_policy("checkmate")(policy)
     config.compile.memory_policy = "checkmate"  # type: ignore[attr-defined]
     return config
 
