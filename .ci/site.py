@@ -22,6 +22,11 @@ if (page.scrollWidth > page.clientWidth + 1) found.push("the page is " + page.sc
 for (const code of document.querySelectorAll(".bd-article pre"))
   if (code.offsetParent && code.scrollWidth > code.clientWidth + 1)
     found.push(code.scrollWidth + " of " + code.clientWidth + " pixels: " + code.innerText.slice(0, 40));
+for (const code of document.querySelectorAll(".bd-article :not(pre) > code")) {
+  const end = code.getBoundingClientRect().right;
+  if (code.offsetParent && !code.closest("table") && end > page.clientWidth)
+    found.push("a name ends at " + end + " pixels: " + code.innerText.slice(0, 40));
+}
 return found;
 """
 

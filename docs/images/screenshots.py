@@ -16,7 +16,7 @@ from checkmate.report import html_report
 
 HERE = Path(__file__).parent
 GRAPH = HERE.parent.parent / "benchmarks" / "graphs" / "bert.graph.json"
-WIDTH, HEIGHT = 1100, 1500
+WIDTH, HEIGHT = 1100, 2000
 CARD = """<body style="margin: 0; padding: 36px 60px; font: 26px sans-serif; color: #24292f; background: #fff">
 <h1 style="margin: 0; font-size: 52px"><img src="{logo}" width="56" style="vertical-align: -8px"> Checkmate</h1>
 <p style="margin: 14px 0">The cheapest plan found for a training step within a memory budget, with a proven gap.</p>

@@ -24,6 +24,7 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Curve
 from checkmate.core.simulate import Timeline
 from checkmate.core.units import format_bytes
+from checkmate.studies.lifetimes import begins_backward
 
 _PLAN, _KEEP_ALL, _BUDGET, _RECOMPUTED = "#2f7ed8", "#9a9a9a", "#d6453d", "#e08a1e"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -208,9 +209,8 @@ def _curve(timeline: Timeline) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.
 
 
 def _mark_boundary(ax: Axes, timeline: Timeline, edges: npt.NDArray[np.float64]) -> None:
-    """Mark the start of the first backward op with a line, if there is one."""
-    ops = timeline.graph.ops
-    first = next((p for p, o in enumerate(timeline.plan.order) if ops[o].phase == "backward"), None)
+    """Mark the start of the backward with a line, if there is one."""
+    first = next((p for p, o in enumerate(timeline.plan.order) if begins_backward(timeline.graph, o)), None)
     if first is None:
         return
     ax.axvline(edges[first], color=_KEEP_ALL, linewidth=1.0, linestyle=":", zorder=1, gid="boundary")

@@ -77,8 +77,8 @@ def _within(graph: Graph, file: str, budget_bytes: int) -> Markup:
 def _run(graph: Graph, peak_bytes: int, plan_file: str) -> Iterator[Markup]:
     line, budget = compile_line(graph, f"plan={plan_file!r}"), format_at_least(peak_bytes)
     if line:
-        optimizer = " and optimizer" if _updates(graph) or front_end(graph) == "tf2" else ""
-        yield Markup("Run this plan, for the same model, shapes, options{}: <pre>{}</pre>").format(optimizer, line)
+        more = ", options and optimizer" if _updates(graph) or front_end(graph) == "tf2" else " and options"
+        yield Markup("Run this plan, for the same model, shapes{}: <pre>{}</pre>").format(more, line)
     if front_end(graph) == "torch" and not _updates(graph):
         loop = f'model.compile(backend="checkmate", options={{"budget": "{budget}"}})'
         yield Markup(

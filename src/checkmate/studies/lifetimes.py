@@ -85,7 +85,7 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
 def saved_for_backward(graph: Graph, plan: Plan, lives: Sequence[StorageLifetime]) -> list[StorageLifetime]:
     """The lifetimes, of those of a plan, of storages with bytes that the backward reads and that were made before it begins."""
     ops = [step.op if isinstance(step, Compute) else None for step in plan.steps]
-    begins = next((p for p, op in enumerate(ops) if op is not None and _begins_backward(graph, op)), len(ops))
+    begins = next((p for p, op in enumerate(ops) if op is not None and begins_backward(graph, op)), len(ops))
 
     def read_later(life: StorageLifetime) -> bool:
         return any(p >= begins and ops[p] != graph.boundary for p in life.reads)  # the boundary reads the forward's outputs
@@ -93,7 +93,8 @@ def saved_for_backward(graph: Graph, plan: Plan, lives: Sequence[StorageLifetime
     return [life for life in lives if graph.values[life.value].size_bytes and life.made_at < begins and read_later(life)]
 
 
-def _begins_backward(graph: Graph, op: int) -> bool:
+def begins_backward(graph: Graph, op: int) -> bool:
+    """Whether an op is one with which the backward can begin."""
     # Constants of the backward, for example the gradient of the loss, and views of parameters may be made at any time.
     reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
     allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)

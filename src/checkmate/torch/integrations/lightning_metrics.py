@@ -22,7 +22,7 @@ class MetricsCallback(Callback):
     def __init__(self) -> None:
         self._metrics = StepMetrics()
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the figures if the step is one that is logged."""
         figures = self._metrics()
         if figures and trainer.global_step % trainer.log_every_n_steps == 0:
