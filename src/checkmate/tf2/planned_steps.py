@@ -59,7 +59,7 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
+        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
@@ -75,19 +75,19 @@ def calibrate(
     budget: Budget,
     replan: Callable[[int], Result],
     batch: Sequence[tf.Tensor],
-    everything: PlannedFunction | None = None,
+    known: PlannedFunction | None = None,
 ) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
     TensorFlow allocates other bytes than the live bytes of a plan (docs/decisions/0014). Each plan is therefore run on the flat
-    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. The plan that keeps everything counts
-    as the first trial, if it was measured.
+    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. A plan that was measured before counts
+    as the first trial.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
     policy = Offset(resident_bytes=capture.graph.resident_bytes)
-    search = _Search(capture, budget.resolve(capture.graph), replan, batch, everything, policy)
+    search = _Search(capture, budget.resolve(capture.graph), replan, batch, known, policy)
     if (best := search.run()) is None:
         raise search.refusal()
     return best
@@ -101,7 +101,7 @@ class _Search:
     budget_bytes: int
     replan: Callable[[int], Result]
     batch: Sequence[tf.Tensor]
-    everything: PlannedFunction | None
+    known: PlannedFunction | None
     policy: Offset
     measured: dict[tuple[int, ...], PlannedFunction] = field(default_factory=dict)  # each plan that was run, by its order
     error: CheckmateError | None = None  # of the last target without a plan
@@ -109,15 +109,15 @@ class _Search:
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
         """The plan with the smallest planned peak that is found within 20 s, or another one that needed less."""
-        self._run(near_smallest(self.capture.graph, 20.0))
+        self._run(near_smallest(self.capture.graph, 20.0, self.policy.aim_bytes(self.budget_bytes)))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
         """The cheapest plan that fits with half of the headroom, which another free chunk may take; None if none was found."""
         trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
-        if self.everything is not None and self.everything.measured_bytes is not None:
-            self.measured[self.everything.result.plan.order] = self.everything
-            trials.record(self._try(self.everything.result.peak_bytes, self.everything.result))
+        if self.known is not None and self.known.measured_bytes is not None:
+            self.measured[self.known.result.plan.order] = self.known
+            trials.record(self._try(self.known.result.peak_bytes, self.known.result))
         self.error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
         limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
         if (best := trials.best(limit)) is not None:
@@ -138,12 +138,12 @@ class _Search:
         return hopeless
 
     def refusal(self) -> InfeasibleBudgetError:
-        """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or keeping everything."""
+        """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or the known one."""
         needed, fixed = self.smallest.needed_bytes, self.policy.resident_bytes
         # More of the step's own bytes: with other free chunks the same plan took up to 16 % more in another process.
         margin = math.ceil(max(0, needed - fixed) / 3)
-        if self.everything is not None:  # which needs little more in another process
-            most = self.everything.needed_bytes
+        if self.known is not None:  # which needs little more in another process
+            most = self.known.needed_bytes
             margin = min(margin, most - needed + math.ceil(max(0, most - fixed) / 10))
         return calibration.refusal(self.budget_bytes, needed, self.error, margin)
 
@@ -286,14 +286,15 @@ class PlannedSteps:
 
     def _plan_again(self, key: tuple[Hashable, tuple[int, ...]], flat: Sequence[tf.Tensor], peak: int) -> None:
         """Replace a plan whose step exceeded the budget by one that leaves the excess free; a second excess is only logged."""
-        planned, graph, budget_bytes = self.planned[key], self.planned[key].capture.graph, self.budget_bytes or 0
+        planned, budget_bytes = self.planned[key], self.budget_bytes or 0
         lower = max(0, budget_bytes - (peak - planned.needed_bytes))
         then = "lower the budget by the difference"
         if key not in self._again and self._options.plan is None:
             self._again.add(key)
             with contextlib.suppress(InfeasibleBudgetError, tf.errors.ResourceExhaustedError):
                 with restored(planned.capture.trace.variables):
-                    self.planned[key] = calibrate(planned.capture, Budget.parse(lower), Replanner(graph, self._options), flat)
+                    replan, known = Replanner(planned.capture.graph, self._options), replace(planned, measured_bytes=peak)
+                    self.planned[key] = calibrate(planned.capture, Budget.parse(lower), replan, flat, known)
                 then = f"it is planned again within {format_bytes(lower)}"
         _log.warning(
             "the step needed %s, and the budget is %s: other tensors of this process changed the allocator's free chunks "
