@@ -9,7 +9,7 @@ from checkmate.torch.integrations.transformers import BudgetCallback
 from checkmate.torch.integrations.trl import scores_in_the_model, train_within
 
 try:
-    from axolotl.integrations.base import BasePlugin  # src/axolotl/integrations/base.py
+    from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]  # src/axolotl/integrations/base.py
     from pydantic import BaseModel
 except ImportError as error:
     raise MissingExtraError(

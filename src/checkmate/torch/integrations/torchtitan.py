@@ -107,7 +107,7 @@ class _Step:
 
     def __init__(self, module: fx.GraphModule) -> None:
         capture = capture_joint(module, None, estimated_costs)
-        self.nodes = [() if m.node is None else (m.node, *m.getitems) for m in capture.members]
+        self.nodes = [(m.node, *m.getitems) for m in capture.members if m.node is not None]  # a whole step has no boundary
         once = {read for node in _backward_of_loss(module) for read in node.all_input_nodes}
         ops = capture.graph.ops
         free = [
