@@ -75,6 +75,27 @@ def test_a_plan_that_runs_out_of_memory_is_over_the_budget(planned, monkeypatch)
     assert targets[1] < targets[0]
 
 
+def test_plans_are_tried_while_one_is_planned_to_fit(planned, monkeypatch):
+    """The allocator's chunks add a third to one plan and nothing to another: a small plan that does not fit is no proof."""
+    capture, plan, batch = planned
+    smallest, tried = checkmate.evaluate(capture.graph, plan).peak_bytes, []
+
+    def with_chunks(*_: object) -> int:
+        tried.append(1)
+        return smallest * (3 if len(tried) < 6 else 1)
+
+    monkeypatch.setattr(planned_steps, "measure_plan", with_chunks)
+    found = planned_steps.calibrate(capture, Budget.parse(2 * smallest), lambda target: other(capture, plan, len(tried)), batch)
+    assert found.measured_bytes == smallest
+    assert len(tried) == 6
+
+
+def other(capture, plan, count: int) -> checkmate.Result:
+    """A plan that computes another op again."""
+    again = [o for o, op in enumerate(capture.graph.ops) if op.recomputable and not op.inputs][count]
+    return checkmate.evaluate(capture.graph, checkmate.Plan.from_order(capture.graph, [again, *plan.order]))
+
+
 def test_effects_run_once(planned):
     """Seeds, statistics and weights change once a step, however often what reads them is computed."""
     capture, plan, _ = planned
