@@ -1,4 +1,4 @@
-"""Exact plans have the same bits under `jax.jit` as the exact function that keeps everything, under every transformation.
+"""Exact plans have the same bits in a plain `jax.jit` as the exact function that keeps everything, under every transformation.
 
 Second derivatives are right, and not exact: `test_remat.py` has them."""
 
@@ -25,14 +25,10 @@ def network():
     return mlp(layers=4)
 
 
-def jitted(function):
-    return jax.jit(function, compiler_options=cj.compiler_options())
-
-
 def both(loss, transform, *arguments, budget=BUDGET):
     """Results of the transformed loss, keeping everything and by a plan that computes something again."""
     planned = exact(loss, budget=budget)
-    kept, given = (jitted(transform(function))(*arguments) for function in (exact(loss), planned))
+    kept, given = (jax.jit(transform(function))(*arguments) for function in (exact(loss), planned))
     assert planned.result.overhead > 1
     return kept, given
 
@@ -48,7 +44,7 @@ def test_what_the_plan_delays_is_not_held():
     """The derivative of each tanh is computed in the backward: computed in the forward, it would be held beside the tanh."""
     weights, x = mlp(layers=8, width=32, batch=1024)
     planned = exact(mlp_loss, budget="90%")
-    memory = jitted(jax.value_and_grad(planned)).lower(weights, x).compile().memory_analysis()
+    memory = jax.jit(jax.value_and_grad(planned)).lower(weights, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 1.03 * (planned.result.peak_bytes - planned.graph.resident_bytes)
 
 
@@ -132,7 +128,7 @@ def test_whole_steps_with_donated_buffers():
     for budget in (None, BUDGET):
         options = {"budget": budget, "exact": True, "costs": "estimated", "time_limit_s": 2, "verify": False}
         planned = cj.plan(step, weights, optimizer.init(weights), x, donate_argnums=(0, 1), **options)
-        run = jax.jit(planned, donate_argnums=(0, 1), compiler_options=cj.compiler_options())
+        run = jax.jit(planned, donate_argnums=(0, 1))
         state = jax.tree.map(jnp.copy, (weights, optimizer.init(weights)))
         for _ in range(3):
             *state, loss = run(*state, x)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import checkmate.jax as cj
+from tests.jax.networks import difference
 
 
 def normal(*shape, seed=0):
@@ -95,11 +96,11 @@ def test_what_the_backward_reads_in_another_layout_is_copied_when_it_is_read(own
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert planned.result.overhead == 1
     assert taken <= 0.8 * plain.memory_analysis().temp_size_in_bytes
-    jax.tree.map(np.testing.assert_array_equal, compiled(*arguments), plain(*arguments))
+    assert difference(compiled(*arguments), plain(*arguments)) < 1e-6
 
 
 def test_one_fence_follows_the_gradients_of_a_layer(own_cache):
-    """Each fence is a loop to compile: one after each gradient of a weight and of a bias would take much longer."""
+    """Each fence forbids fusions: one after each gradient of a weight and of a bias would be slower."""
 
     def loss(p, x):
         for q in p:
@@ -110,4 +111,4 @@ def test_one_fence_follows_the_gradients_of_a_layer(own_cache):
     planned = cj.remat(loss, budget="60%", costs="estimated", time_limit_s=2)
     program = jax.jit(jax.value_and_grad(planned)).lower(layers, normal(512, 32)).as_text()
     again = len(planned.plan.order) - len(planned.graph.ops)
-    assert 0 < program.count("stablehlo.while") < again + len(layers) / 2
+    assert 0 < program.count("call @optimization_barrier") < again + len(layers) / 2

@@ -152,12 +152,12 @@ def test_groups_in_shard_map(checked):
 
 def test_exact_loops_have_the_same_bits_at_every_budget(arrays):
     """Results and gradients, with everything saved and with layers that differ."""
-    budgets = ("1GiB", 2_000_000, 816_000)
+    budgets = ("1GiB", 2_000_000, 1_200_000)
     found = [cj.scan(layer, X, P, length=LENGTH, budget=budget, costs="estimated", exact=True) for budget in budgets]
     assert [len(plan.groups) for plan in found] == [1, 2, 2]
     assert found[0].groups[0].everything
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in found)
-    expected, *others = (jax.jit(derivative(plan), compiler_options=cj.compiler_options())(*arrays) for plan in found)
+    expected, *others = (jax.jit(derivative(plan))(*arrays) for plan in found)
     for other in others:
         assert all(map(np.array_equal, jax.tree.leaves(expected), jax.tree.leaves(other)))
 
@@ -169,7 +169,7 @@ def planned():
 
 def test_compiled_bytes_keep_the_budget(planned, arrays):
     """The loop and its derivative as XLA compiles them for the user, and layers that differ fill the budget."""
-    program = jax.jit(derivative(planned), compiler_options=cj.compiler_options()).lower(*arrays).compile()
+    program = jax.jit(derivative(planned)).lower(*arrays).compile()
     memory: Any = program.memory_analysis()
     assert len(planned.groups) == 2
     assert 0.85 * planned.budget_bytes <= planned.peak_bytes <= planned.budget_bytes
@@ -249,7 +249,7 @@ def test_with_enough_room_nothing_is_computed_again(arrays):
     found = cj.scan(layer, X, P, length=LENGTH, budget=10 * BUDGET, costs="estimated")
     assert (found.overhead, found.bound) == (1, 1)
     expected, given = (
-        jax.jit(derivative(loop), compiler_options=cj.compiler_options()).lower(*arrays).compile().cost_analysis()["flops"]
+        jax.jit(derivative(loop)).lower(*arrays).compile().cost_analysis()["flops"]
         for loop in (lambda x, p: jax.lax.scan(layer, x, p), found)
     )
     assert given == expected

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 import checkmate
 import checkmate.jax as cj
-from checkmate.jax import calibrate
 from tests.jax.networks import difference, identical, mlp, mlp_loss, transformer, transformer_loss
 
 remat = functools.partial(cj.remat, costs="estimated", time_limit_s=2)
@@ -61,7 +60,7 @@ def test_a_value_and_its_view_are_stored_once(exact):
     """A reshape shares the bytes of what it reads, also in the compiled program: a fence over both would store both."""
     weights, x = mlp(layers=8, width=64, batch=1024)
     planned = unverified(group_norm_loss, budget="50%", exact=exact, costs="estimated")
-    compiled = (value_and_grad if exact else lambda loss: jax.jit(jax.value_and_grad(loss)))(planned).lower(weights, x).compile()
+    compiled = jax.jit(jax.value_and_grad(planned)).lower(weights, x).compile()
     # In exact programs two gradients that XLA would fuse are stored.
     most = (1.1 if exact else 1.05) * (planned.result.peak_bytes - planned.graph.resident_bytes)
     assert compiled.memory_analysis().temp_size_in_bytes <= most
@@ -72,9 +71,9 @@ def test_what_passes_many_fences_is_behind_few():
     weights, x = mlp(layers=20)
     planned = unverified(group_norm_loss, budget="40%", costs="estimated")
     program = jax.make_jaxpr(jax.value_and_grad(planned))(weights, x)
-    widths = [len(e.invars) for e in program.eqns if e.primitive.name in ("optimization_barrier", "custom_jvp_call")]
+    widths = [len(e.invars) for e in program.eqns if e.params.get("name", e.primitive.name) == "optimization_barrier"]
     assert len(widths) > 10
-    assert max(widths[1:-1]) < 23 / 2
+    assert sorted(widths)[-2] < 23 / 2  # the first fence has all that the forward saved
 
 
 def inner_updates(weights, x):
@@ -389,20 +388,6 @@ def test_costs_are_measured_inside_a_trace(caplog):
         jax.eval_shape(jax.grad(loss), weights, x)
     assert not [record for record in caplog.records if "could not be measured" in record.message]
     assert all(op.cost > 0 for op in loss.graph.ops if op.kind == "dot_general")
-
-
-def test_undone_fences_are_told_once_and_not_to_who_asks_for_the_options(caplog, monkeypatch):
-    """An exact plan needs the options where XLA removes barriers, and a warning tells what to pass."""
-    monkeypatch.setattr(calibrate, "merges_recomputations", lambda: True)
-    calibrate._told.clear()
-    weights, x = network()
-    for _ in range(2):
-        jax.eval_shape(jax.grad(unverified(mlp_loss, budget="60%", exact=True)), weights, x)
-    calibrate._told.clear()
-    assert cj.compiler_options()
-    jax.eval_shape(jax.grad(unverified(mlp_loss, budget="60%", exact=True)), weights, x)
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.count("compiler_options=checkmate.jax.compiler_options()") for text in warnings] == [1]
 
 
 def test_a_refusal_names_the_loop_that_saves_its_carries():

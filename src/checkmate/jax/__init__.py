@@ -9,7 +9,7 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("jax") is None:
     raise MissingExtraError("checkmate.jax needs JAX, which is not installed", hint='pip install "checkmate-remat[jax]"')
 
-from checkmate.jax.calibrate import compiler_options
+from checkmate.jax._compat import compiler_options
 from checkmate.jax.planned_function import PlannedFunction, remat
 from checkmate.jax.scan.groups import LayerGroup
 from checkmate.jax.scan.planned_scan import PlannedScan, ScanPolicy, maxtext_config, policy, scan

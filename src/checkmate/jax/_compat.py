@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -105,22 +106,41 @@ def traced_as(eqn: Any) -> Iterator[None]:
         yield
 
 
-BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""Option for compilers that remove barriers too early, before the last pass that merges computations: jaxlib 0.10 on CPUs."""
+_BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
-def merges_recomputations() -> bool:
-    """Whether XLA for the default device merges computations behind a barrier unless an option forbids it."""
-    return _merges_recomputations(jax.default_backend())
+def compiler_options() -> dict[str, str]:
+    """Options of `jax.jit` with which XLA respects `jax.checkpoint` on the default device; plans need none.
+
+    Empty if XLA respects it without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
+    for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing.
+
+    Returns:
+        Options to pass as ``jax.jit(step, compiler_options=...)``.
+
+    Examples:
+        >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
+        True
+    """
+    return dict(_BARRIERS_TO_THE_END) if _removes_barriers(jax.default_backend()) else {}
 
 
-def barrier_options() -> dict[str, Any]:
-    """The options that keep barriers on the default device, if it needs any."""
-    return dict(BARRIERS_TO_THE_END) if merges_recomputations() else {}
+def barrier(arrays: Any) -> Any:
+    """An array, or a nest of arrays, behind a barrier to the end of compilation: XLA merges and moves nothing across it.
+
+    Where XLA removes barriers early, it is a call that XLA may not inline.
+    """
+    if not _removes_barriers(jax.default_backend()):
+        return jax.lax.optimization_barrier(arrays)
+    with set_xla_metadata(inlineable="false"):
+        return _call(arrays)
+
+
+_call = jax.jit(jax.lax.optimization_barrier)
 
 
 @functools.cache
-def _merges_recomputations(backend: str) -> bool:
+def _removes_barriers(backend: str) -> bool:
     """Whether XLA without the options merges a product of matrices with its recomputation behind a barrier."""
 
     def probe(x: jax.Array) -> jax.Array:
@@ -136,4 +156,4 @@ def _merges_recomputations(backend: str) -> bool:
             return 0
         return sum(" dot(" in line or "custom-call(" in line for line in text.splitlines())
 
-    return products({}) < 2 <= products(BARRIERS_TO_THE_END)
+    return products({}) < 2 <= products(_BARRIERS_TO_THE_END)

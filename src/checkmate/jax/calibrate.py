@@ -1,6 +1,6 @@
 """Plan, compile, read the bytes of temporary values, and plan again until the budget is kept. Nothing runs.
 
-XLA decides on the bytes of a function at compile time. Some versions of XLA undo recomputations unless an option forbids it.
+XLA decides on the bytes of a function at compile time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import as_varying, barrier_options, merges_recomputations, varying_axes
+from checkmate.jax._compat import as_varying, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -44,9 +44,6 @@ _log = logging.getLogger("checkmate.jax")
 
 _LOOPS = "+loops="
 """In the digest of a plan, before the bytes that loops save for their derivatives."""
-
-_told: set[str] = set()
-"""Backends about which the user was warned, or asked for the options."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +172,7 @@ class Compilation:
         return self.known[order]
 
     def _compiled(self, program: PlannedProgram) -> int:
-        compiled = functools.partial(temp_bytes, donated=self.donated, options=None if self.exact else {})
+        compiled = functools.partial(temp_bytes, donated=self.donated)
         if not self.axes:
             return compiled(*as_called(program, self.capture.trace, self.capture.boundary))
         # A separate thread is outside of the transformations around this call, which have these axes already.
@@ -221,8 +218,6 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             compilation, result, budget = _calibrated(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
-    if result.overhead > 1 and compilation.exact:
-        _warn_of_undone_fences()
     needed = compilation.temp_bytes(result) if compilation.verify else None
     return Planned(compilation.capture, _of_any_loops(result, plain, compilation), budget, needed, compilation.loop_bytes)
 
@@ -381,46 +376,11 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     return programs.of(best.outcome), best.outcome, budget
 
 
-def temp_bytes(
-    function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), options: dict[str, str] | None = None
-) -> int:
+def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
     """Bytes of temporary values that XLA allocates for a function of flat arrays, above its arguments and results.
 
-    The function is compiled but not run, with `compiler_options` by default. Results may reuse the buffers of donated arguments.
+    The function is compiled but not run. Results may reuse the buffers of donated arguments.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    chosen: Any = (barrier_options() if options is None else options) | quickly()
-    analysis: Any = jitted.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=quickly()).memory_analysis()
     return int(analysis.temp_size_in_bytes)
-
-
-def compiler_options() -> dict[str, str]:
-    """Options of `jax.jit` with which XLA respects exact plans and `jax.checkpoint` on the default device.
-
-    Empty if XLA respects them without options. XLA for CPUs of jaxlib 0.10 removes barriers before it merges equal computations
-    for the last time. Recomputations of `jax.checkpoint` then merge with the first computation and save nothing. Plans that are
-    not exact need no options.
-
-    Returns:
-        Options to pass as ``jax.jit(step, compiler_options=...)``.
-
-    Examples:
-        >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
-        True
-    """
-    _told.add(jax.default_backend())
-    return barrier_options()
-
-
-def _warn_of_undone_fences() -> None:
-    """Warn once if XLA undoes recomputations without `compiler_options`, and the user has not asked for these."""
-    backend = jax.default_backend()
-    if backend in _told or not merges_recomputations():
-        return
-    _told.add(backend)
-    _log.warning(
-        "XLA for %s in this jaxlib removes barriers: an exact plan saves nothing, and its bits may differ. Compile "
-        "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
-        "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
-        backend,
-    )

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from checkmate.core.errors import SolverError
-from checkmate.jax._compat import as_function, opened, traced_as
+from checkmate.jax._compat import as_function, barrier, opened, traced_as
 from checkmate.jax.graph.capture import is_broadcast
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
@@ -118,7 +118,7 @@ class _Pair:
 
         def step(carry: Any, slices: Any) -> Any:
             # Without barriers XLA takes a slice again for each reader, and stores them all.
-            stacks, given, known, saved = jax.tree.map(jax.lax.optimization_barrier, slices)
+            stacks, given, known, saved = jax.tree.map(barrier, slices)
             local = dict(zip((*fixed, *sliced), (*theirs.constants(values), *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
             for equation in self.again:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from checkmate.jax._compat import as_varying, traced_as, varying_axes
+from checkmate.jax._compat import as_varying, barrier, traced_as, varying_axes
 from checkmate.jax.apply_plan import each_alone
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.graph.trace import Pure, Source, Trace, derivative, flattened, is_inexact, result
@@ -232,7 +232,7 @@ class _Loops:
                 to_constants, ends, to_stacks = state
                 # Behind barriers they are read from their stacks once; without, loops would slice them, and not in vectors.
                 read = (*of_layer, _layer(stacks, of_layer[0]))
-                i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
+                i, before, kept, slices = jax.tree.map(barrier, read)
                 given = [*constants, *before, *slices]
 
                 def gradients(given: Sequence[Any], kept: Sequence[Any], known: Sequence[Any]) -> Any:
