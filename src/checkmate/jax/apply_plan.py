@@ -97,7 +97,7 @@ class PlannedProgram:
             if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
                 _, local[v] = barrier((newest, local[v]))
             if newest is not None and id(equation) in self._constant and not varying_axes(newest):
-                (literal,) = equation.inputs
+                literal: Any = equation.inputs[0]
                 _, number = barrier((newest, as_array(literal.val, literal.aval)))
                 local.update(zip(equation.outputs, bind(equation.eqn, [number]), strict=True))
             else:

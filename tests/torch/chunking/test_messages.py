@@ -108,6 +108,66 @@ def test_only_the_state_of_edges_is_whole_between_layers() -> None:
     assert outcome_of(step, [region for group in groups if group.most_pieces for region in group.regions], 0).wrong == ()
 
 
+class Filters(nn.Module):
+    """Messages are products of nodes and filters, and the filters of all layers are computed from one array of distances."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filters = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 32)) for _ in range(layers))
+        self.into, self.out = nn.Linear(3, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+    def forward(self, at: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+        h = self.into(at)
+        distances = torch.exp(-((at[src] - at[dst]).square().sum(1, keepdim=True) - torch.linspace(0, 4, 8)).square())
+        for filters, out in zip(self.filters, self.out, strict=True):
+            h = h + out(torch.zeros_like(h).index_add(0, dst, h[src] * filters(distances))) * (len(h) / len(src))
+        return h.square().mean()
+
+
+def places(edges: int = 2 * EDGES) -> tuple[torch.Tensor, ...]:
+    h, src, dst, _ = batch(edges)
+    return h[:, :3].contiguous(), src, dst
+
+
+def test_the_last_layer_has_as_many_pieces_as_the_others() -> None:
+    """Once the other layers are taken, it is also found as a region of small tensors around a large one, in fewer pieces."""
+    model = Filters()
+    groups = region_groups(step_of(lambda *given: model(*given), *places()).joint.graph)
+    counts = [region.count for group in groups if group.most_pieces for region in group.regions]
+    assert len(counts) == 3 and len(set(counts)) == 1
+
+
+def test_layers_that_cannot_be_told_apart_are_one_region() -> None:
+    """Gradients of one array of distances connect the gradients of the filters of all layers."""
+    model, example = Filters(), places(8192)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def plainly(at: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, net: nn.Module = model) -> torch.Tensor:
+        at = at.detach().requires_grad_()
+        energy = net(at, src, dst)
+        (forces,) = torch.autograd.grad(energy, at, create_graph=True)
+        return energy + (forces + 1).square().mean()
+
+    def step(at: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+        loss = plainly(at, src, dst)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    gradients = torch.autograd.grad(plainly(*example), list(model.parameters()))
+    expected = [p - 1e-3 * g for p, g in zip(model.parameters(), gradients, strict=True)]
+    loss = plainly(*example).detach()
+    whole = checkmate.torch.capture(step, example=example, costs="estimated")
+    given: dict[str, Any] = {"budget": keep_all_bytes(whole) // 8, "chunking": "auto", "costs": "estimated"}
+    planned = checkmate.torch.compile(step, example=example, **given)
+    torch.testing.assert_close(planned(*example), loss)
+    for mine, right in zip(model.parameters(), expected, strict=True):
+        assert_close(mine, right)
+    assert measure_peak(lambda: planned(*example)) <= planned.result.peak_bytes - planned.graph.resident_bytes
+
+
 @pytest.mark.parametrize("layer", ["GCNConv", "SAGEConv", "GATConv"])
 def test_layers_of_pytorch_geometric(layer: str) -> None:
     """Attention over edges, a softmax, has one number for each edge and head that is whole, and no wider array."""

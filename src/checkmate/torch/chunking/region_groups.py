@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -141,7 +142,7 @@ def _best_region(graph: fx.Graph, seed: fx.Node, chunks: Chunks) -> RegionGroup 
     if not chunks.allows(op):
         return None
     place = outputs(op).index(seed)
-    found: list[tuple[tuple[int, bool, bool], Region]] = []
+    found: list[tuple[tuple[int, bool, bool, bool], Region]] = []
     splits = {split for rule in rules_of(op) if isinstance(split := rule.outputs[place], Split)}
     for region, is_layer in (each for split in splits for each in _regions(seed, split, graph, chunks)):
         stages = stages_of(region, graph)
@@ -150,7 +151,7 @@ def _best_region(graph: fx.Graph, seed: fx.Node, chunks: Chunks) -> RegionGroup 
         if is_layer or len({stage.wave for stage in stages}) <= 3:  # each computes large tensors of earlier stages again
             # Sums of gradients are better than sums in the forward: the loss shows the bits of the latter.
             forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
-            found.append(((_saved_bytes(region), not region.sums, not forward_sums), region))
+            found.append(((_saved_bytes(region), not region.sums, not forward_sums, is_layer), region))
     # Tracing takes far longer than finding a region: only the candidates up to the first success are traced.
     for (saved, *_), region in sorted(found, key=lambda each: each[0], reverse=True):
         group = _as_group(region, graph, chunks.allows, saved)
@@ -175,33 +176,33 @@ def _regions(seed: fx.Node, split: Split, graph: fx.Graph, chunks: Chunks) -> It
     if (region := _region(seed, split, chunks.allows, chunks.exact)) is not None:
         yield region, False
     layer = message_ops(seed, split, graph, chunks.allows, exact=chunks.exact)
-    if layer and (region := _region(seed, split, layer.__contains__, chunks.exact, is_layer=True)) is not None:
+    if layer and (region := _region(seed, split, layer.__contains__, chunks.exact, layer_ops=len(layer))) is not None:
         yield region, True
 
 
-def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, *, is_layer: bool = False) -> Region | None:
+def _region(seed: fx.Node, split: Split, allows: Allows, exact: bool, *, layer_ops: int = 0) -> Region | None:
     """The region around a tensor, in the number of pieces that pays; None if the region is not worth running in pieces.
 
     The large tensors that never exist whole must have twice the bytes of the largest tensor around the region, or pieces save
     little. There are two pieces for each time that the seed is larger than that tensor. The large tensors of a piece, two or
-    three in a backward, then take about as much as the tensors around. A layer of message passing has more of them, a quarter of
-    which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number depends on the graph alone and
-    not on a budget: the order of sums is the same at every budget.
+    three in a backward, then take about as much as the tensors around. A layer of message passing, which has ``layer_ops`` ops,
+    has more of them, a quarter of which may exist at once. Pieces of fewer than 16,384 elements take no less time. The number
+    depends on the graph alone and not on a budget: the order of sums is the same at every budget.
     """
-    least_share = 0.0 if is_layer else 0.5
-    trial = grow(seed, split, 2, allows=allows, exact=exact, least_share=least_share)
+    limits: dict[str, Any] = {"least_share": 0, "most_ops": layer_ops} if layer_ops else {}
+    trial = grow(seed, split, 2, allows=allows, exact=exact, **limits)
     if trial is None or len(trial.rules) < 2:
         return None
     around = _largest_around(trial)
     if _saved_bytes(trial) < 2 * around:
         return None
-    wanted = 2 * max(2.0, (_saved_bytes(trial) / 4 if is_layer else size_bytes(seed)) / around)
+    wanted = 2 * max(2.0, (_saved_bytes(trial) / 4 if layer_ops else size_bytes(seed)) / around)
     most = min(32, trial.length, tensor(seed).numel() // (1 << 14))
     count = 2
     while count < wanted and 2 * count <= most:
         count *= 2
     while count > 2:
-        region = grow(seed, split, count, allows=allows, exact=exact, least_share=least_share)
+        region = grow(seed, split, count, allows=allows, exact=exact, **limits)
         if region is not None and len(region.rules) >= len(trial.rules):
             return closed(region, allows)  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from checkmate.torch.integrations.metrics import StepMetrics
 
-try:
-    from lightning.pytorch import Callback
-except ImportError:
-    from pytorch_lightning import Callback
+Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning").Callback
 
 
 class MetricsCallback(Callback):

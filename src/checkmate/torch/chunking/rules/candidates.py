@@ -194,7 +194,7 @@ def _indexed(call: OpCall) -> Iterator[Rule]:
         else:
             yield call.rule(d, self=d, values=_from_the_end(values, len(kept) + rank - selected))
     for d in range(rank) if call["values"] is None or call["accumulate"] else ():
-        cut = (WHOLE, *(_from_the_end(index, rank - d) for index in indices))
+        cut: tuple[Placement, ...] = (WHOLE, *(_from_the_end(index, rank - d) for index in indices))
         if (values := call["values"]) is None:
             yield Rule((Split((first + d,)),), cut)
         else:
