@@ -93,7 +93,7 @@ def _more_memory(timeline: Timeline, keep_all_bytes: int, curve: Curve | None, f
     if cheaper and cheaper[0].peak_bytes < keep_all_bytes:
         point = cheaper[0]
         yield Markup("More memory: in {} the curve has a plan for {:.3f} times the cost of each op once, not {:.3f}: {}").format(
-            format_bytes(point.peak_bytes), point.overhead, overhead, _within(graph, file, point.budget_bytes)
+            format_bytes(point.peak_bytes), point.overhead, overhead, _within(graph, file, point.peak_bytes)
         )
     if timeline.peak_bytes < keep_all_bytes and overhead > 1:
         yield Markup("Most memory: in {} nothing is computed twice, which saves {:.1%} of the cost of this plan: {}").format(
@@ -107,7 +107,7 @@ def _less_memory(timeline: Timeline, keep_all_bytes: int, curve: Curve | None, f
     if lower:
         point = lower[-1]
         yield Markup("Less memory: in {} the curve has a plan for {:.3f} times the cost of each op once: {}").format(
-            format_bytes(point.peak_bytes), point.overhead, _within(graph, file, point.budget_bytes)
+            format_bytes(point.peak_bytes), point.overhead, _within(graph, file, point.peak_bytes)
         )
     elif timeline.peak_bytes >= keep_all_bytes:
         middle = (least.peak_bytes + keep_all_bytes) // 2

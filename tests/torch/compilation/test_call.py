@@ -162,6 +162,15 @@ def test_a_call_without_any_plan_is_an_error(model: nn.Module, words: str, hint:
         run(x)  # Dynamo tries no second time, and the reason is still known
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="PyTorch compiles it")
+def test_a_sequence_that_compiles_itself_is_told_of_torch_compile() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    model.compile(backend="checkmate", options={"budget": ROOMY})
+    with pytest.raises(NothingPlannedError, match="traced no function") as caught:
+        model(batch())
+    assert "torch.compile(model, ...) in place of model.compile(...)" in caught.value.hint
+
+
 def test_a_call_without_any_plan_is_eager_code_of_a_step_that_has_one(caplog: pytest.LogCaptureFixture) -> None:
     """A decoder that Dynamo cannot trace, after an encoder that it can: what it takes counts when the step is planned."""
     encoder, decoder, x = nn.Linear(16, 16), PrintInLoop(), batch()

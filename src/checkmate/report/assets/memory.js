@@ -124,7 +124,7 @@ class MemoryChart {
     context.textBaseline = "top";
     const all = ticks(step.longest, width < 560 ? 3 : 6);
     all.forEach((t, k) => {
-      context.textAlign = k === 0 ? "left" : "center";
+      context.textAlign = k === 0 ? "left" : scale.x(t) + 24 > width ? "right" : "center";
       context.fillText(k === 0 ? "0" : formatCost(t, step.cost_unit), scale.x(t), height - MARGIN.bottom + 6);
     });
     context.textAlign = "right";

@@ -1,7 +1,19 @@
 // PNG and SVG of the figures, for slides: a figure draws as it does on the page, onto more pixels or into elements of SVG.
 "use strict";
 
-const LEGEND = 44; // height of the two lines of the legend that a figure of a slide has below it
+// Entries of a legend with their places in rows below a figure, and the height of all rows.
+function placed(legend, width) {
+  const ruler = document.createElement("canvas").getContext("2d");
+  ruler.font = "12px system-ui, sans-serif";
+  let [x, y] = [MARGIN.left, 13];
+  const entries = legend.map(([name, text]) => {
+    const wide = 15 + ruler.measureText(text).width;
+    if (x > MARGIN.left && x + wide > width) [x, y] = [MARGIN.left, y + 18];
+    x += wide + 16;
+    return { name, text, x: x - wide - 16, y };
+  });
+  return [entries, y + 13];
+}
 
 // What the figures use of a canvas, written as elements of SVG.
 class SvgContext {
@@ -31,25 +43,19 @@ class SvgContext {
 
 // Draws a figure onto a context with a ground and a legend; returns the size.
 function drawSlide(chart, context, legend) {
-  const box = chart.canvas.getBoundingClientRect(), height = box.height + LEGEND;
+  const box = chart.canvas.getBoundingClientRect(), [entries, rows] = placed(legend, box.width), height = box.height + rows;
   context.fillStyle = colour("ground");
   context.fillRect(0, 0, box.width, height);
   const { selected, hovered, life } = chart;
   chart.canvas.slide = [context, box.width, box.height];
   Object.assign(chart, { selected: null, hovered: null, life: null });
   try { chart.draw(); } finally { Object.assign(chart, { selected, hovered, life }); chart.canvas.slide = null; }
-  const ruler = document.createElement("canvas").getContext("2d");
-  ruler.font = "12px system-ui, sans-serif";
   Object.assign(context, { textAlign: "left", textBaseline: "middle" });
-  let [x, y] = [MARGIN.left, box.height + 13];
-  for (const [name, text] of legend) {
-    const wide = 15 + ruler.measureText(text).width;
-    if (x + wide > box.width) [x, y] = [MARGIN.left, y + 18];
+  for (const { name, text, x, y } of entries) {
     context.fillStyle = colour(name === "measured" ? "ink" : name);
-    context.fillRect(x, y - 5, 10, name === "measured" ? 2 : 10);
+    context.fillRect(x, box.height + y - 5, 10, name === "measured" ? 2 : 10);
     context.fillStyle = colour("ink");
-    context.fillText(text, x + 15, y);
-    x += wide + 16;
+    context.fillText(text, x + 15, box.height + y);
   }
   return [box.width, height];
 }
@@ -63,7 +69,7 @@ function svgOf(chart, legend) {
 function pngOf(chart, legend) {
   const box = chart.canvas.getBoundingClientRect(), scale = 3, canvas = document.createElement("canvas");
   canvas.width = scale * box.width;
-  canvas.height = scale * (box.height + LEGEND);
+  canvas.height = scale * (box.height + placed(legend, box.width)[1]);
   const context = canvas.getContext("2d");
   context.setTransform(scale, 0, 0, scale, 0, 0);
   context.font = "12px system-ui, sans-serif";

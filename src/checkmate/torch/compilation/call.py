@@ -183,7 +183,10 @@ class CompiledCalls:
         places = _users([*self._skipped, *self._breaks])
         where = f"Dynamo compiled no graph of it. {listed(places)}" if places else "Dynamo traced no function of it"
         message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
-        hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
+        hint = hints(places) or (
+            "write model = torch.compile(model, ...) in place of model.compile(...), by which PyTorch before 2.14 compiles "
+            "nothing of nn.Sequential; or call torch._dynamo.reset() if another backend has compiled the function before"
+        )
         if self.options.unplanned == "error" and (self.budget is None or not self.budget.keeps_everything):
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if self._untold(places or [Place("", "", 0, "")]):
