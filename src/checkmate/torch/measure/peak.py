@@ -68,7 +68,7 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
 
 
 def measure_time_and_memory(run: Callable[[], object], graph: Graph, cost: int) -> Measured:
-    """Run a planned step five times: once to warm up, three times on the clock, of which the shortest counts, and once for its memory."""
+    """Run a planned step five times: to warm up, three times by the clock, of which the shortest counts, and for its memory."""
     device = torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
     run()
     times: list[float] = []
