@@ -132,6 +132,8 @@ class _Forecast:
         smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)), host=tracer.host)
         verdict, result = self._best(smallest)
         larger = Growing.along(tracer.recipe.example, "batch", 0)
+        if larger is None:
+            self.remarks.append("the largest batch was not looked for: tensors of the example have different first dimensions")
         search = {"tracer": tracer, "step": step, "available_bytes": self.available_bytes, "remarks": self.remarks}
         longest = None if longer is None else SizeSearch(**search, growing=longer).run()
         floor_bytes = max(smallest.floor_bytes, step.update_bytes)
