@@ -59,7 +59,7 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
+        random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
@@ -109,7 +109,7 @@ class _Search:
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
         """The plan with the smallest planned peak that is found within 20 s, or another one that needed less."""
-        self._run(near_smallest(self.capture.graph, 20.0, self.policy.aim_bytes(self.budget_bytes)))
+        self._run(near_smallest(self.capture.graph, 20.0))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
@@ -127,14 +127,12 @@ class _Search:
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
         """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
 
-        A smallest plan that does not is a trial itself. Chunks can add a third to one plan and nothing to the next: as long as a
-        plan is planned within the aim, others are tried.
+        A smallest plan that does not is a trial itself.
         """
         near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
         if trials.trials[-1].within(int(near)) and tried < 3:
             return False
         hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
-        hopeless &= min(p.result.peak_bytes for p in self.measured.values()) > self.policy.aim_bytes(self.budget_bytes)
         if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
             trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
         return hopeless
