@@ -13,7 +13,7 @@ from checkmate.cli.options import format_share
 from checkmate.cli.targets import needs
 from checkmate.core.errors import OptionError
 from checkmate.core.result import Measured
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_bytes, seconds
 from checkmate.report import PageText, html_report
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def outcome_of(made: DigitsTraining) -> dict[str, Any]:
 
 
 def _measured(training: Trained) -> Measured:
-    planned_s, times = training.result.cost / 1e9, training.seconds
+    planned_s, times = seconds(training.result.cost, training.graph.cost_unit), training.seconds
     return Measured(peak_bytes=training.peak_bytes, seconds=sum(times) / len(times), planned_s=planned_s)
 
 

@@ -91,7 +91,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_bytes: Peak of one step, resident bytes included.
-        seconds: Shortest wall time of a step.
+        seconds: Wall time of a step.
         planned_s: Sum of the plan's op costs; None if costs have no unit of time.
         curve: Pairs of the share of the step that had passed, and the bytes held then, resident ones included; empty if only the
             peak was measured.

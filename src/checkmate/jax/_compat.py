@@ -128,7 +128,7 @@ def compiler_options() -> dict[str, str]:
 def barrier(arrays: Any) -> Any:
     """An array, or a nest of arrays, behind a barrier to the end of compilation: XLA merges and moves nothing across it.
 
-    Where XLA removes barriers early, it is a call that XLA may not inline.
+    It is a call that XLA may not inline, on devices whose XLA removes barriers early.
     """
     if not _removes_barriers(jax.default_backend()):
         return jax.lax.optimization_barrier(arrays)

@@ -12,7 +12,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.report.tables import Markup
 from checkmate.solvers.bounds.floor import floor
 from checkmate.studies.explain import held_at
-from checkmate.studies.lifetimes import by_category
+from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 
 def advice(
@@ -124,23 +124,17 @@ def _less_memory(timeline: Timeline, keep_all_bytes: int, curve: Curve | None, f
 def _other_means(timeline: Timeline) -> Iterator[Markup]:
     """Other means to save memory than recomputation: the host, ops in pieces, less resident memory."""
     graph, plan, peak = timeline.graph, timeline.plan, timeline.peak_bytes
-    torch = front_end(graph) == "torch"
+    torch, budget = front_end(graph) == "torch", f'budget="{format_at_least(peak)}"'
     frozen = sum(value.size_bytes for value in graph.values if value.on_host)
-    if torch and plan.host is None:
-        line = '{}, host="{}")'
-        if frozen:
-            line = line.format(compile_line(graph, f'budget="{format_at_least(peak)}"')[:-1], format_at_least(frozen))
-            yield Markup("{} of frozen weights can stay on the host: <pre>{}</pre>").format(format_bytes(frozen), line)
-        elif _updates(graph):
-            kept = max(1, int(by_category(graph, plan)[1].max()))
-            line = line.format(compile_line(graph, f'budget="{format_at_least(peak)}"')[:-1], format_at_least(kept))
-            yield Markup("On a GPU, copies of the {} of activations that are kept can be on the host: <pre>{}</pre>").format(
-                format_bytes(kept), line
-            )
-    if torch:
-        line = compile_line(graph, f'budget="{format_at_least(peak)}"').replace(
-            "step = checkmate.torch.compile", "found = checkmate.torch.largest_batch"
+    if torch and plan.host is None and (frozen or _updates(graph)):
+        moved = frozen or max(1, int(by_category(graph, plan)[CATEGORIES.index("activations")].max()))
+        told = "{} of frozen weights" if frozen else "On a GPU, copies of the {} of activations that are kept"
+        yield Markup(told + " can {} on the host: <pre>{}</pre>").format(
+            format_bytes(moved), "stay" if frozen else "be", compile_line(graph, f'{budget}, host="{format_at_least(moved)}"')
         )
+    if torch:
+        line = compile_line(graph, budget)
+        line = line.replace("step = checkmate.torch.compile", "found = checkmate.torch.largest_batch")
         yield Markup("Find the largest batch within the memory of this plan: <pre>{}</pre>").format(line)
     values = [entry for entry in held_at(graph, plan, timeline.peak_step) if entry.kind == "value"]
     if torch and values and 4 * values[0].size_bytes >= peak - graph.resident_bytes:
@@ -150,7 +144,7 @@ def _other_means(timeline: Timeline) -> Iterator[Markup]:
         ).format(
             largest.name,
             largest.size_bytes / (peak - graph.resident_bytes),
-            compile_line(graph, f'budget="{format_at_least(peak)}", chunking="auto"'),
+            compile_line(graph, f'{budget}, chunking="auto"'),
         )
     if 2 * graph.resident_bytes > peak:
         yield Markup(

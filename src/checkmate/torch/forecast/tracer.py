@@ -86,18 +86,21 @@ class Growing:
         name, size = next(iter(sizes.items()))
         return cls(name, size, tuple(dims))
 
-    def resized(self, example: Any, size: int = 0) -> Any:
+    def resized(self, example: Any, size: int) -> Any:
         """An example of another size, or of the same, in new storages: the storage of a slice may be a whole data set."""
         mode, each = FakeTensorMode(), iter(self.dims)
 
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             grows = next(each, ())
-            shape = [-(-n * (size or self.size) // self.size) if d in grows else n for d, n in enumerate(tensor.shape)]
+            shape = [-(-n * size // self.size) if d in grows else n for d, n in enumerate(tensor.shape)]
             order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # for example channels last
             with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
                 return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
         return pytree.tree_map_only(torch.Tensor, resized, example)
+
+
+_NOTHING = Growing("", 1, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ class DeviceTracer:
         """Whether that much time is left."""
         return time.perf_counter() + seconds <= self.until
 
-    def traced(self, growing: Growing | None = None, size: int = 0) -> TracedStep:
+    def traced(self, growing: Growing = _NOTHING, size: int = 1) -> TracedStep:
         """The step at the size of its example, or at another size of some dimensions."""
         began = time.perf_counter()
         recipe, target = self.recipe, self.target
@@ -147,7 +150,7 @@ class DeviceTracer:
         if target is not None:
             target.unknown_workspace.clear()
             target.cpu_only.clear()
-        example = (growing or Growing("", 1, ())).resized(recipe.example, size)
+        example = growing.resized(recipe.example, size)
         modules, optimizers = recipe.owners()
         with fake_inputs(example, *modules, *optimizers) as batch:
             there = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}.values()
