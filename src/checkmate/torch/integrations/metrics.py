@@ -22,8 +22,11 @@ class StepMetrics:
         step: The step of `checkmate.torch.compile`; by default the newest plan of the backend, as `last_plan` has it.
 
     Examples:
-        >>> StepMetrics()()
-        {}
+        >>> from checkmate.torch import compile
+        >>> model, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
+        >>> step = compile(model, torch.nn.functional.mse_loss, example=(x, torch.ones(3, 2)), budget="1MiB")
+        >>> StepMetrics(step)()["checkmate/budget_bytes"]
+        1048576
     """
 
     def __init__(self, step: Any = None) -> None:
