@@ -159,10 +159,11 @@ def test_loops_are_one_op_whose_bytes_count(layer, caplog):
         step = compiled(model, x=x, budget="1GiB", time_limit_s=5)
     assert "each one op of the plan" in caplog.text
     assert step(x, Y)[0].shape == (12, 3)
-    # Requested bytes: chunks depend on what ran before in the process. Threads of a loop's body free sooner in some runs.
+    # Requested bytes: chunks depend on what ran before in the process. TensorFlow orders ops of a loop's body by times it has
+    # seen, and in another order one kernel's gradient less is held at the peak: 18 KiB of 875, in all runs of some processes.
     own = step.result.peak_bytes - step.graph.resident_bytes
-    worst = max(requested_peak(lambda: step(x, Y)) for _ in range(8))
-    assert 0.98 * own <= worst <= 1.01 * own
+    worst = max(requested_peak(lambda: step(x, Y)) for _ in range(4))
+    assert 0.97 * own <= worst <= 1.01 * own
 
 
 def test_options_of_the_process_are_left_alone():
