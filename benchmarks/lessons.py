@@ -12,8 +12,8 @@ account of memory. A method may use any value of its parameter; its cheapest pla
 - ``sqrt(n)``: segments of equal length (Chen et al. 2016);
 - ``knapsack``: the values that PyTorch's partitioner saves for 26 settings of ``activation_memory_budget``, by its default
   solver and by its greedy one;
-- ``greedy``: at the peak the value that is cheapest to recompute per byte is evicted, until the budget is kept: where our
-  search starts from;
+- ``greedy``: at the peak the value that is cheapest to recompute per byte is evicted, until the budget is kept;
+- ``search``: from greedy's plan, evictions are undone and the plan is repaired (`LocalSearch`): ours without integer programs;
 - ``program``: the integer program of Jain et al. (2020) on HiGHS, without a plan to start from, up to 400 ops;
 - ``ours`` and ``bound``: `Auto`, and its lower bound on the cost of every plan.
 
@@ -52,11 +52,11 @@ from checkmate.regions.blocks import Schedule, find_regions
 SHARES, TIMED, ROUNDS = (20, 35, 50, 65, 80), ("equal_layers", "unet", "diffusion_transformer"), 60
 SAVED = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.convolution.", "aten._scaled_dot_product")
 METHODS = {
-    "uniform": ("#9a9a9a", "s", ":"), "selective": ("#9a9a9a", "o", "--"), "sqrt(n)": ("#8a6bd1", "v", ":"),
-    "knapsack": ("#d6453d", "D", "-"), "greedy": ("#e08a1e", "^", "-"), "program": None,
+    "uniform": ("#9a9a9a", "s", ":"), "selective": ("#2f9e8f", "o", "--"), "sqrt(n)": ("#8a6bd1", "v", ":"),
+    "knapsack": ("#d6453d", "D", "-"), "greedy": ("#e08a1e", "^", "-"), "search": None, "program": None,
     "ours": ("#2f7ed8", "o", "-"), "bound": ("#2f7ed8", "", ":"),
 }  # fmt: skip
-"""Colour, marker and line of each that is drawn."""
+"""Colour, marker and line of each that is drawn: the search is hard to tell from ours, and the program has few plans."""
 
 
 class Triangles(nn.Module):
@@ -176,7 +176,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "encoder_decoder": lambda: two_stacks(nn.TransformerDecoderLayer, (3, 128, 128), (3, 128, 64)),
     "unet": unet,
     "mixture_of_experts": mixture_of_experts,
-    "pair_blocks": lambda: stacked([PairBlock(32, 4) for _ in range(4)], pair=torch.randn(2, 48, 48, 32)),
+    "pairformer_blocks": lambda: stacked([PairBlock(32, 4) for _ in range(4)], pair=torch.randn(2, 48, 48, 32)),
     "two_towers": lambda: two_stacks(nn.TransformerEncoderLayer, (4, 192, 64), (4, 96, 48)),
     "diffusion_transformer": diffusion_transformer,
     "graph_network": lambda: stacked(
@@ -290,6 +290,7 @@ def points(name: str, time_s: float) -> Iterator[dict[str, Any]]:
         ours = solved(problem, Auto(), time_s)
         known["sqrt(n)"] = [solved(problem, ChenSqrtN(points=at), time_s) for at in ("articulation", "linearized")]
         known |= {"greedy": [solved(problem, LocalSearch(decodes=0), time_s)], "ours": [ours]}
+        known["search"] = [solved(problem, LocalSearch(), time_s)]
         known["program"] = by_program(problem, 4 * time_s)
         fitting = {m: [r for r in known[m] if r.plan and r.peak_bytes <= problem.budget_bytes] for m in METHODS if m in known}
         best = {m: min(results, key=lambda result: result.cost) for m, results in fitting.items() if results}
@@ -326,11 +327,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for ax, name in zip(axes.flat, MODELS, strict=True):
         mine = sorted((row for row in rows if row["model"] == name), key=lambda row: row["share"])
         for method, style in METHODS.items():
-            if style is not None:  # the few plans of the program would widen the scale
+            if style is not None:
                 look = dict(zip(("color", "marker", "linestyle"), style, strict=True))
                 shares, overheads = [row["share"] for row in mine], [row[method] or math.nan for row in mine]
                 ax.plot(shares, overheads, **look, markersize=4, linewidth=1.4, label=method)
-        ax.set_title(name.replace("_", " "), fontsize=10)
+        ax.set_title({"unet": "U-Net"}.get(name, name.replace("_", " ")), fontsize=10)
         ax.set_xticks(SHARES, [f"{share} %" for share in SHARES], fontsize=8)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)

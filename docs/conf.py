@@ -88,7 +88,7 @@ def _with_summaries(_app: Any, page: str, source: list[str]) -> None:
         )
 
         def table(block: re.Match[str]) -> str:
-            lines = [f"   {name}\n" for name in names.findall(block[2])]
+            lines = [f"   ~{name}\n" for name in names.findall(block[2])]
             head = ".. autosummary::\n   :nosignatures:\n\n" if len(lines) > 2 else ""
             return (
                 block[1]

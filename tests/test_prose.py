@@ -122,14 +122,18 @@ def test_sentences_name_their_nouns(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_docstring_opens_with_what(folder):
-    """`What ...` describes a thing by what happens to it; its standard term says what it is."""
+def test_docstrings_open_with_a_noun(folder):
+    """`What ...` describes a thing by what happens to it; its standard term says what it is.
+
+    The documentation takes what stands before a colon in the first line of `Returns` for a type.
+    """
+    opening = re.compile(r"What\b|(?s:.*)\bReturns:\n *[^\n:]*(?<!`):")
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{place(path, getattr(node, 'lineno', 1))}: {docstring.splitlines()[0]}"
         for path in python_files(folder)
         for node in ast.walk(tree(path))
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)) and re.match(r"What\b", docstring)
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)) and opening.match(docstring)
     ]
     assert found == [], "\n".join(found)
 

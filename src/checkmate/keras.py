@@ -141,7 +141,7 @@ def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[Co
         plan: A plan, or its file, to run for the first shape of a batch instead of solving.
 
     Returns:
-        The results of planning, and the way to undo it: ``fit_within(...).undo()``.
+        The results of planning. ``fit_within(...).undo()`` takes the budget back.
 
     Raises:
         OptionError: Keras runs on another backend, the model is not compiled or runs eagerly, or an argument cannot be used.

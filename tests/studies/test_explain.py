@@ -113,7 +113,7 @@ def test_a_mib_is_worth_what_the_neighbours_say():
         explain(other, keep_all, curve=curve)
 
 
-def two_layers():
+def two_layers(stack="net."):
     """The graph of two equal layers: a product and an activation each, and their backward."""
     kinds = [("mm", 64_000_000), ("gelu", 640_000)]
     ops = [
@@ -123,7 +123,7 @@ def two_layers():
             (2 * n + k,),
             cost,
             kind=f"aten.{kind}.default",
-            source=f"net.{n}.{kind}, m.py:3",
+            source=f"{stack}{n}.{kind}, m.py:3",
         )
         for n in range(2)
         for k, (kind, cost) in enumerate(kinds)
@@ -143,6 +143,7 @@ def test_lessons_name_what_is_kept_and_where_layers_differ():
         "layers of `net`: 0 to 1 keep everything",
         "one MiB less costs about 10.0 µs (recompute `gelu0` in net.0.gelu)",
     )
+    assert explain(two_layers(""), again).lessons[1] == "layers: 0 recompute gelu; 1 keep everything"
     assert explain(graph, again).lessons == (
         "keep matrix products (128.00 MiB); recompute a part of gelu (50% of 128.00 MiB)",
         "layers of `net`: 0 recompute gelu; 1 keep everything",

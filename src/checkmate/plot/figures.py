@@ -214,9 +214,9 @@ def _mark_boundary(ax: Axes, timeline: Timeline, edges: npt.NDArray[np.float64])
     if first is None:
         return
     ax.axvline(edges[first], color=_KEEP_ALL, linewidth=1.0, linestyle=":", zorder=1, gid="boundary")
-    top = ax.get_xaxis_transform()
-    ax.text(edges[first], 0.985, "forward ", ha="right", va="top", transform=top, fontsize="small")
-    ax.text(edges[first], 0.985, " backward", ha="left", va="top", transform=top, fontsize="small")
+    top, points = ax.get_xaxis_transform(), "offset points"
+    for text, ha, x in (("forward", "right", -4), ("backward", "left", 4)):
+        ax.annotate(text, (edges[first], 0.985), (x, 0), xycoords=top, textcoords=points, ha=ha, va="top", fontsize="small")
 
 
 def _byte_ticks(axis: Axis, least_bytes: int, most_bytes: int) -> str:

@@ -58,7 +58,7 @@ def _on_layers(graph: Graph, kept: Set[int], again: Set[int]) -> Iterator[str]:
         ranges = [[*numbers] for _, numbers in groupby(layers, key=lambda number: frozenset(kinds[number]))]
         told = [f"{_range(r)} {'recompute ' if kinds[r[0]] else 'keep everything'}{_listed(kinds[r[0]], ', ')}" for r in ranges]
         if len(layers) > 1 and sum(total.values()) >= least:
-            yield f"layers of `{stack}`: {_listed(told, '; ')}"
+            yield f"layers{f' of `{stack}`' if stack else ''}: {_listed(told, '; ')}"
 
 
 def _on_price(graph: Graph, kept: Set[int], again: Set[int]) -> Iterator[str]:

@@ -19,7 +19,7 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
         host: Memory of the host to which values may be copied, and from which weights may be fetched.
 
     Returns:
-        The smallest budget found. The cost of its plan is not minimised: for a cheaper plan, solve with this peak as the budget.
+        The smallest budget found. The cost of its plan is not minimised; solve with this peak as the budget for a cheaper plan.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])

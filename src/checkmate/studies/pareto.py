@@ -52,8 +52,8 @@ def pareto(
         on_progress: Called with the number of finished budgets and the number of all, whenever the first changes.
 
     Returns:
-        The curve. Ctrl-C, or the end of a killed process of the executor, ends the solves early: budgets that are not solved
-        have the best plan of the smaller ones.
+        The curve. Ctrl-C, or the end of a killed process of the executor, ends the solves early; then budgets that are not
+        solved have the best plan of the smaller ones.
 
     Raises:
         OptionError: There are fewer than two points.

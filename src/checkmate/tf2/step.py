@@ -227,7 +227,7 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
         plan: A plan, or its file, to run instead of solving; it is not measured.
 
     Returns:
-        The step. It accepts batches of any size: a new size is planned at its first call, within the same budget.
+        The step. It accepts batches of any size, and plans a new size at its first call, within the same budget.
 
     Raises:
         NotBuiltError: The model has no variables yet.

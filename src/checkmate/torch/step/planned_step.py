@@ -229,8 +229,8 @@ def last_plan() -> PlannedStep | None:
     """The plan of the newest step of ``torch.compile(model, backend="checkmate", ...)``.
 
     Returns:
-        The plan; None before the second step if the model does not return its loss: the first step is then recorded for a plan
-        of the whole step.
+        The plan. None before the second step if the model does not return its loss, since a plan of the whole step is made
+        from a record of the first.
 
     Examples:
         >>> import torch

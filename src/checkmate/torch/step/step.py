@@ -98,7 +98,7 @@ class Step(Planned):
             kwargs: The model's inputs, if the example was a mapping.
 
         Returns:
-            The prediction and the loss, both detached: the backward is done. If the model computes its loss: its output,
+            The prediction and the loss, both detached, since the backward is done. If the model computes its loss, its output,
             detached, for example an output of Hugging Face's with ``.loss`` and ``.logits``. (None, loss) if the output is the
             loss alone, or with ``outputs="released"``. The cache that only generation reads is left out.
 
