@@ -84,7 +84,7 @@ def others(name: str) -> Iterator[Variant]:
 
 def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Variant], dict[str, Any]]:
     """Ours at given peaks, at shares of keeping everything, and at the smallest peak."""
-    from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve
+    from checkmate import Limits, PlanNotFoundError, Problem, Result, min_budget, solve
     from checkmate.core.budget import keep_all_bytes
 
     graph = captured(name)
@@ -92,8 +92,8 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
     smallest = min_budget(graph, limits=Limits(time_s=2 * time_limit_s))
     floor = smallest.peak_bytes - graph.resident_bytes
     asked = {floor, *[p for p in peaks if floor <= p < top], *[top * s // 100 for s in (50, 40, 25) if top * s // 100 > floor]}
-    found = {floor: smallest}
-    for peak in sorted(asked - {floor}):
+    found: dict[int, Result] = {}
+    for peak in sorted(asked):
         with contextlib.suppress(PlanNotFoundError):
             found[peak] = solve(Problem(graph, graph.resident_bytes + peak), limits=Limits(time_s=time_limit_s))
     variants = [
@@ -101,7 +101,8 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
     ]
     for peak in sorted(asked):
         # A plan for another budget is one for this if it fits.
-        result = min((r for r in found.values() if r.peak_bytes - graph.resident_bytes <= peak), key=lambda r: r.cost)
+        fitting = (r for r in (smallest, *found.values()) if r.peak_bytes - graph.resident_bytes <= peak)
+        result = min(fitting, key=lambda r: r.cost)
         row = {
             "budget_bytes": peak,
             "planned_bytes": result.peak_bytes - graph.resident_bytes,
