@@ -63,7 +63,7 @@ def demo() -> None:
         checkmate.simulate(graph, result.plan),
         keep_all=keep_all,
         budget_bytes=problem.budget_bytes,
-        title=f"One training step of checkmate demo: half the memory, {result.overhead:.2f}x the cost",
+        title=f"One training step of checkmate demo: half of its activations, {result.overhead:.2f}x the cost",
     )
     (HERE / "memory.svg").write_text(themed_svg(figure))
     raster = Figure(figsize=(8.4, 5.0), layout="constrained")

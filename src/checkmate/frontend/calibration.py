@@ -98,7 +98,9 @@ def refusal(
 
     ``cause`` is the planner's own error.
     """
-    found = "no plan was found" if smallest_bytes is None else f"the smallest measured peak is {format_bytes(smallest_bytes)}"
+    found = "no plan was found"
+    if smallest_bytes is not None:
+        found = f"the smallest measured peak is {format_bytes(smallest_bytes)} ({smallest_bytes - limit_bytes:+} bytes)"
     enough = None if smallest_bytes is None else smallest_bytes + margin_bytes
     raised = "" if enough is None else f" to at least {format_at_least(enough)}"
     return InfeasibleBudgetError(
