@@ -20,17 +20,17 @@ import msgspec
 import numpy as np
 
 from checkmate.core.budget import Budget, fixed_bytes
-from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Plan
 from checkmate.core.result import Reason, Result
 from checkmate.core.units import format_bytes
-from checkmate.cost.store import OpCost
+from checkmate.cost.store import OpCost, Store
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
-from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, SolvedPlans, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax._compat import as_varying, varying_axes
@@ -54,7 +54,6 @@ class Planned:
     result: Result
     budget_bytes: int | None
     temp_bytes: int | None  # None if it was not compiled
-    loop_bytes: int | None = None  # that loops save for their derivatives, if fewer than JAX saves
 
 
 class Figures:
@@ -120,13 +119,16 @@ class Compilation:
         """The loops of the program with their derivatives; none in an exact program, whose loops keep their bits."""
         return Loops(self.capture.trace, estimated_ns, none=self.exact)
 
-    def saving(self, loop_bytes: int | None) -> Compilation:
-        """The program whose loops save some bytes for their derivatives, if not None.
+    def of(self, plan: Plan) -> Compilation:
+        """The program that a plan was made for, with loops that save as many bytes."""
+        saved = plan.graph_digest.partition(_LOOPS)[2]
+        return self.saving(int(saved)) if saved.isdecimal() else self
+
+    def saving(self, loop_bytes: int) -> Compilation:
+        """The program whose loops save some bytes for their derivatives.
 
         Its loops cost as much more or less as estimated, because each of these programs would have other loops to measure.
         """
-        if loop_bytes is None:
-            return self
         plain, trace = self.capture, self.loops.saving(loop_bytes, self.given)
         known = {signature(c): op for c, op in zip(plain.members, plain.graph.ops, strict=True) if c}
         scans = [(op, chain) for chain, op in zip(plain.members, plain.graph.ops, strict=True) if op.kind == "scan"]
@@ -205,21 +207,54 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
     Raises:
         InfeasibleBudgetError: No compiled plan keeps the budget.
     """
-    plain, graph = compilation, compilation.capture.graph
+    graph = compilation.capture.graph
     try:
         if options.plan is not None or options.budget is None or not compilation.verify:
-            saved = "" if options.plan is None else options.plan.graph_digest.partition(_LOOPS)[2]
-            if saved.isdecimal():
-                wanted = options.budget and Budget.parse(options.budget.resolve(graph))
-                compilation, options = compilation.saving(int(saved)), replace(options, budget=wanted)
-            result = planner_for(options)(compilation.capture.graph)
-            budget = None if options.budget is None else result.budget_bytes
-        else:
-            compilation, result, budget = _calibrated(compilation, options, options.budget)
+            chosen = compilation if options.plan is None else compilation.of(options.plan)
+            wanted = options.budget and options.budget.with_total(options.budget.resolve(graph), graph)
+            result = planner_for(replace(options, budget=wanted))(chosen.capture.graph)
+            return _planned(compilation, chosen, result, wanted and result.budget_bytes)
+        if SolvedPlans.of_user() is None:
+            return _planned(compilation, *_calibrated(compilation, options, options.budget))
+        facts = [(op.cost, op.phase) for op in graph.ops], graph.resident_bytes, options
+        key = hashlib.sha256(f"{compilation.key} {facts}".encode()).hexdigest()
+        answers = Store("answers", _Answer, "plans are searched and compiled again in every process")
+        known = answers.get([key]).get(key)
+        planned = None if known is None else _planned_before(compilation, known)
+        if planned is None:
+            planned = _planned(compilation, *_calibrated(compilation, options, options.budget))
+            answers.add({key: _Answer(planned.result, planned.budget_bytes or 0)}, replace=True)
+        return planned
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
-    needed = compilation.temp_bytes(result) if compilation.verify else None
-    return Planned(compilation.capture, _of_any_loops(result, plain, compilation), budget, needed, compilation.loop_bytes)
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """The cheapest plan found within a budget, as a share or in bytes, whose compiled bytes keep the budget."""
+
+    result: Result
+    budget_bytes: int
+
+
+def _planned_before(compilation: Compilation, known: _Answer) -> Planned | None:
+    """The plan of an earlier process, checked and simulated again; None if it does not hold or its bytes exceed the budget."""
+    chosen = compilation.of(known.result.plan)
+    try:
+        found = evaluate(chosen.capture.graph, known.result.plan)
+    except CheckmateError as error:
+        _log.warning("a stored plan does not hold for its graph and is not used: %s", error)
+        return None
+    needed = chosen.temp_bytes(found)
+    same = (found.cost, found.peak_bytes) == (known.result.cost, known.result.peak_bytes)
+    if not same or chosen.capture.graph.resident_bytes + needed > known.budget_bytes:
+        return None
+    progress.planned(chosen.capture.graph, known.result)
+    return Planned(chosen.capture, known.result, known.budget_bytes, needed)
+
+
+def _planned(plain: Compilation, chosen: Compilation, result: Result, budget_bytes: int | None) -> Planned:
+    needed = chosen.temp_bytes(result) if chosen.verify else None
+    return Planned(chosen.capture, _of_any_loops(result, plain, chosen), budget_bytes, needed)
 
 
 def _of_any_loops(result: Result, plain: Compilation, chosen: Compilation) -> Result:

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -131,10 +132,10 @@ class PlannedFunction(Figures):
             if self._verify and axes is None:
                 _log.warning("the function has collectives over more devices than this process has: its plan is not compiled")
             self._by_key[key] = planned_within(compilation, self._options)
+        else:  # the trace must be of this call, because its constants and tracers differ from those of earlier calls
+            self._by_key[key] = replace(self._by_key[key], capture=compilation.of(self._by_key[key].result.plan).capture)
         planned = self._by_key[key]
-        # The trace must be of this call, because its constants and tracers differ from those of earlier calls.
-        again = compilation.saving(planned.loop_bytes).capture
-        return planned, PlannedProgram(again, planned.result.plan, exact=self._exact)
+        return planned, PlannedProgram(planned.capture, planned.result.plan, exact=self._exact)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)
