@@ -23,8 +23,11 @@ import jax
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import as_array, barrier, bind, is_tracer, varying_axes
-from checkmate.jax.graph.capture import FUSED, REDUCTIONS, VIEWS, Capture
+from checkmate.jax.graph.capture import FUSED, REDUCTIONS, VIEWS, Capture, has_effects
 from checkmate.jax.graph.trace import result, trace_flat
+
+_Made = dict[tuple[int, ...], tuple[list[Any], dict[int, Any]]]
+"""Values that equations read and computed, by the identities of equations and of the values that they read."""
 
 
 class PlannedProgram:
@@ -78,18 +81,27 @@ class PlannedProgram:
                     values.pop(v, None)
             return
         newest = None if self._exact else self._newest(values, reversed(self.order[:start]))
+        made: _Made = {}
         for p in range(start, stop):
             op = self.order[p]
             values.update(behind_barriers(values, self._fences.get(p, ())))
             given = ChainMap(behind_barriers(values, self.capture.inputs[op]), values) if self._exact else values
-            values.update(self._computed(given, op, self._again.get(p), None if newest is None else values[newest]))
+            values.update(self._computed(given, op, made, self._again.get(p), None if newest is None else values[newest]))
             if not self._exact and (found := self._newest(values, (op,))) is not None:
                 newest = found
 
     def _computed(
-        self, values: Mapping[int, Any], op: int, again: Mapping[int, int] | None = None, newest: Any = None
+        self,
+        values: Mapping[int, Any],
+        op: int,
+        made: _Made | None = None,
+        again: Mapping[int, int] | None = None,
+        newest: Any = None,
     ) -> dict[int, Any]:
-        """The outputs of an op. Constants, and an input of each equation in `again`, wait until the newest value is known."""
+        """The outputs of an op. Constants, and an input of each equation in `again`, wait until the newest value is known.
+
+        What several ops compute from the same values is in the program once, in `made`: XLA would merge it, after a long time.
+        """
         local: dict[int, Any] = {v: values[v] for v in self.capture.inputs[op]}
         for equation in self.capture.members[op]:
             v = again.get(id(equation)) if again else None
@@ -100,8 +112,13 @@ class PlannedProgram:
                 literal: Any = equation.inputs[0]
                 _, number = barrier((newest, as_array(literal.val, literal.aval)))
                 local.update(zip(equation.outputs, bind(equation.eqn, [number]), strict=True))
-            else:
+            elif made is None or has_effects(equation):
                 local.update(equation.computed(local))
+            else:
+                read = [local[v] for v in equation.read]
+                key = id(equation), *map(id, read)
+                made[key] = made.get(key) or (read, equation.computed(local))
+                local.update(made[key][1])
         return {v: local[v] for v in self.capture.outputs[op]}
 
     def _computed_again(self) -> dict[int, dict[int, int]]:

@@ -154,7 +154,7 @@ class Compilation:
         """Text of everything that determines the plan and its compiled bytes."""
         if not self.verify:
             return self.capture.graph.digest
-        program = "\n".join(signature(chain) for chain in self.capture.members if chain)
+        program = signature(self.capture.trace.equations)
         graph, exact = self.capture.graph.digest, " exact" * self.exact
         settings = f"{sources_digest()} {graph} {tuple(self.donated)} {environment()}{exact} {self.axes or ''}"
         return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()
@@ -214,41 +214,59 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             wanted = options.budget and options.budget.with_total(options.budget.resolve(graph), graph)
             result = planner_for(replace(options, budget=wanted))(chosen.capture.graph)
             return _planned(compilation, chosen, result, wanted and result.budget_bytes)
-        if SolvedPlans.of_user() is None:
-            return _planned(compilation, *_calibrated(compilation, options, options.budget))
-        facts = [(op.cost, op.phase) for op in graph.ops], graph.resident_bytes, options
-        key = hashlib.sha256(f"{compilation.key} {facts}".encode()).hexdigest()
-        answers = Store("answers", _Answer, "plans are searched and compiled again in every process")
-        known = answers.get([key]).get(key)
-        planned = None if known is None else _planned_before(compilation, known)
-        if planned is None:
-            planned = _planned(compilation, *_calibrated(compilation, options, options.budget))
-            answers.add({key: _Answer(planned.result, planned.budget_bytes or 0)}, replace=True)
-        return planned
+        return _answered(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The cheapest plan found within a budget, as a share or in bytes, whose compiled bytes keep the budget."""
+    """The plan for a budget whose compiled bytes keep it, or the arguments of the refusal."""
 
-    result: Result
     budget_bytes: int
+    result: Result | None = None
+    refusal: dict[str, str | int | None] | None = None
 
 
-def _planned_before(compilation: Compilation, known: _Answer) -> Planned | None:
-    """The plan of an earlier process, checked and simulated again; None if it does not hold or its bytes exceed the budget."""
-    chosen = compilation.of(known.result.plan)
+def _answered(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> Planned:
+    """The answer of an earlier process to the same question if it still holds, or a new one, which is stored."""
+    if SolvedPlans.of_user() is None:
+        return _planned(compilation, *_calibrated(compilation, options, wanted))
+    graph = compilation.capture.graph
+    facts = [(op.cost, op.phase) for op in graph.ops], graph.resident_bytes, options
+    key = hashlib.sha256(f"{compilation.key} {facts}".encode()).hexdigest()
+    answers = Store("answers", _Answer, "plans are searched and compiled again in every process")
+    known = answers.get([key]).get(key)
+    if known is not None and (before := _found_before(compilation, known)) is not None:
+        return before
     try:
-        found = evaluate(chosen.capture.graph, known.result.plan)
+        planned = _planned(compilation, *_calibrated(compilation, options, wanted))
+    except InfeasibleBudgetError as error:
+        if not compilation.loops.stacked_bytes:  # plans with other loops, which later calls compile, may keep the budget
+            answers.add({key: _Answer(error.budget_bytes, refusal=vars(error))}, replace=True)
+        raise
+    answers.add({key: _Answer(planned.budget_bytes or 0, planned.result)}, replace=True)
+    return planned
+
+
+def _found_before(compilation: Compilation, known: _Answer) -> Planned | None:
+    """A stored plan, checked and simulated again, with its bytes; None if it does not hold, or a plan keeps what was refused."""
+    if known.result is None:
+        smallest = min(compilation.known.values(), default=0) + compilation.capture.graph.resident_bytes
+        if smallest <= known.budget_bytes:
+            return None
+        raise InfeasibleBudgetError(**known.refusal)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    chosen = compilation.of(known.result.plan)
+    graph = chosen.capture.graph
+    try:
+        found = evaluate(graph, known.result.plan)
     except CheckmateError as error:
         _log.warning("a stored plan does not hold for its graph and is not used: %s", error)
         return None
     needed = chosen.temp_bytes(found)
     same = (found.cost, found.peak_bytes) == (known.result.cost, known.result.peak_bytes)
-    if not same or chosen.capture.graph.resident_bytes + needed > known.budget_bytes:
+    if not same or graph.resident_bytes + needed > known.budget_bytes:
         return None
-    progress.planned(chosen.capture.graph, known.result)
+    progress.planned(graph, known.result)
     return Planned(chosen.capture, known.result, known.budget_bytes, needed)
 
 

@@ -62,7 +62,7 @@ class PlannedFunction(Figures):
     def _call(self, function: Callable[..., Any], /, *positional: Any, **keywords: Any) -> Any:
         arguments = Arguments.of(positional, keywords)
         flat = FlatFunction(function, arguments)
-        closed = jax.make_jaxpr(flat)(*arguments.arrays)
+        closed, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
         _, constants = opened(closed)
         # Values that the function closes over may be tracers of an outer transformation, and differ from call to call.
         arrays = [*constants, *arguments.arrays]
@@ -71,29 +71,31 @@ class PlannedFunction(Figures):
         def pure(*values: Any) -> list[Any]:
             return as_function(closed, values[:count])(*values[count:])
 
-        return flat.results(self._differentiable(pure, opened(closed)[0])(*arrays))
+        return flat.results(self._differentiable(pure, opened(closed)[0], results)(*arrays))
 
-    def _differentiable(self, pure: Pure, jaxpr: Any) -> Callable[..., list[Any]]:
+    def _differentiable(self, pure: Pure, jaxpr: Any, results: Sequence[Any]) -> Callable[..., list[Any]]:
         """A function of flat arrays, closing over no array, with a derivative that runs a plan."""
 
         def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
             wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
-            program = self._program(pure, jaxpr, values, wanted)
+            program = self._program(pure, jaxpr, results, values, wanted)
 
             def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
                 tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]
                 by_argument = dict(zip(wanted, program.backward(saved, tangents), strict=True))
                 return tuple(by_argument.get(i) for i in range(len(primals)))
 
-            results, saved = program.forward(values)
-            return results, jax.tree_util.Partial(backward, saved)
+            computed, saved = program.forward(values)
+            return computed, jax.tree_util.Partial(backward, saved)
 
         differentiable = jax.custom_vjp(lambda *values: pure(*values))
         differentiable.defvjp(forward, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True)
         return differentiable
 
-    def _program(self, pure: Pure, jaxpr: Any, values: Sequence[Any], wanted: tuple[int, ...]) -> PlannedProgram:
+    def _program(
+        self, pure: Pure, jaxpr: Any, results: Sequence[Any], values: Sequence[Any], wanted: tuple[int, ...]
+    ) -> PlannedProgram:
         """The program of an earlier call that computes the same, or a new one.
 
         A function may depend on anything, so that each call traces it; with its tangents or gradients, if these have rules.
@@ -105,7 +107,7 @@ class PlannedFunction(Figures):
             return jax.jvp(pure, primals, tangents)
 
         def gradients() -> Any:
-            tangents = [spec for spec in jax.eval_shape(pure, *values) if is_inexact(spec)]
+            tangents = [spec for spec in results if is_inexact(spec)]
             return jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents)
 
         forms = (lambda: jaxpr, lambda: jax.make_jaxpr(pushed_forward)(*values), gradients)
@@ -113,14 +115,16 @@ class PlannedFunction(Figures):
         keys = (fingerprint(form(), differentiated=form is not forms[0]) for form in some)
         content = next(filter(None, keys), None)
         key = content and (content, wanted, trace_settings())
-        found = self._programs.get(key) or self._planned_anew(pure, values, wanted)
+        found = self._programs.get(key) or self._planned_anew(pure, results, values, wanted)
         self._planned, program = found
         if key is not None and not any(map(is_tracer, program.capture.trace.constants.values())):
             self._programs[key] = found
         return program
 
-    def _planned_anew(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Planned, PlannedProgram]:
-        trace, boundary = trace_pair(pure, values, wanted)
+    def _planned_anew(
+        self, pure: Pure, results: Sequence[Any], values: Sequence[Any], wanted: Sequence[int]
+    ) -> tuple[Planned, PlannedProgram]:
+        trace, boundary = trace_pair(pure, values, wanted, results)
         name, fusions = getattr(self._function, "__name__", "function"), fusions_of(trace, boundary)
         captured = capture_trace(trace, self._costs, name, boundary=boundary, fusions=fusions)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))

@@ -226,9 +226,8 @@ def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any
     return pair
 
 
-def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> tuple[Trace, Boundary]:
-    """Trace a function together with its derivative by the arguments at the positions `wanted`."""
-    results = jax.eval_shape(pure, *values)
+def trace_pair(pure: Pure, values: Sequence[Any], wanted: Sequence[int], results: Sequence[Any]) -> tuple[Trace, Boundary]:
+    """Trace a function with results of some types together with its derivative by the arguments at the positions `wanted`."""
     tangents = [spec for spec in results if is_inexact(spec)]
     trace = flattened(jax.make_jaxpr(with_derivative(pure, wanted))(list(values), tangents))
     return trace, Boundary(results=len(results), tangents=trace.arguments[len(values) :], specs=tuple(tangents))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import jax
 import numpy as np
 
 from checkmate.core.errors import OptionError
@@ -49,7 +50,8 @@ class Choices:
     """
 
     def __init__(self, arrays: Sequence[Any], pure: Pure, costs: Costs, offered: Iterable[str] | None = None) -> None:
-        trace, boundary = trace_pair(pure, arrays, [i for i, array in enumerate(arrays) if is_inexact(array)])
+        wanted = [i for i, array in enumerate(arrays) if is_inexact(array)]
+        trace, boundary = trace_pair(pure, arrays, wanted, jax.eval_shape(pure, *arrays))
         phases = phases_of_pair(trace, boundary)
         measured = zip(trace.equations, costs([(equation,) for equation in trace.equations]), strict=True)
         cost = {id(equation): 0 if equation.kind == NAME else found.cost_ns for equation, found in measured}
