@@ -87,6 +87,20 @@ def test_a_fence_behind_which_nothing_is():
     assert barriers(lambda w: constant @ constant, (0, 0), w) == []
 
 
+def test_what_several_ops_compute_from_the_same_values_is_in_the_program_once():
+    """XLA merges it, but late: of the slices in a recurrence by `associative_scan` seven of eight were repetitions."""
+
+    def loss(x):
+        for _ in range(3):
+            x = jnp.concatenate([jnp.tanh(x[:8]), jnp.sin(x[8:]), x[:8] * x[8:]])[:16]
+        return (x**2).sum()
+
+    planned = cj.remat(loss, budget="100%", costs="estimated", verify=False)
+    lines = jax.jit(jax.grad(planned)).lower(jnp.ones((16, 4))).as_text().splitlines()
+    computed = [line.partition(" = ")[2] for line in lines if " = stablehlo." in line and "stablehlo.constant" not in line]
+    assert len(computed) == len(set(computed))
+
+
 def test_a_second_plan_compiles_nothing(planned, arguments, caplog):
     """What a process compiled is in the store: the next one only looks it up."""
     with jax.log_compiles():
