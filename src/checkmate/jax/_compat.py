@@ -29,12 +29,6 @@ def without_unread(closed: Any) -> Any:
     return core.ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], constants)
 
 
-@functools.cache
-def checkpoint_primitive() -> str:
-    """Name of the primitive of a call to `jax.checkpoint`."""
-    return opened(jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0))[0].eqns[0].primitive.name
-
-
 def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:
     """A trace of `jax.make_jaxpr` as a function of its flat arguments, with a value for each of its constants."""
     jaxpr, _ = opened(closed)

@@ -251,7 +251,7 @@ def _answered(compilation: Compilation, options: PlanningOptions, wanted: Budget
 def _found_before(compilation: Compilation, known: _Answer) -> Planned | None:
     """A stored plan, checked and simulated again, with its bytes; None if it does not hold, or a plan keeps what was refused."""
     if known.result is None:
-        smallest = min(compilation.known.values(), default=0) + compilation.capture.graph.resident_bytes
+        smallest = min(compilation.known.values(), default=0) + fixed_bytes(compilation.capture.graph)
         if smallest <= known.budget_bytes:
             return None
         raise InfeasibleBudgetError(**known.refusal)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -264,7 +264,7 @@ def _found_before(compilation: Compilation, known: _Answer) -> Planned | None:
         return None
     needed = chosen.temp_bytes(found)
     same = (found.cost, found.peak_bytes) == (known.result.cost, known.result.peak_bytes)
-    if not same or graph.resident_bytes + needed > known.budget_bytes:
+    if not same or fixed_bytes(graph) + needed > known.budget_bytes:
         return None
     progress.planned(graph, known.result)
     return Planned(chosen.capture, known.result, known.budget_bytes, needed)

@@ -14,16 +14,17 @@ from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import msgspec
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device, roofline_ns
 from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
-from checkmate.jax.graph.capture import COLLECTIVES, bodies, flops, has_effects, moved_bytes
+from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")
@@ -58,7 +59,7 @@ def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain]], list[OpC
 
 def estimate(chain: Chain, device: str = "CPU") -> OpCost:
     """Cost of an op by its estimated time, with the workspace that XLA allocates for a loop or a branch."""
-    loops = any(len(body.eqns) > 1 for body in bodies(chain[-1].eqn))
+    loops = any(len(body.eqns) > 1 for body in jaxprs_in_params(chain[-1].eqn.params))
     return OpCost(estimated_ns(chain, device), workspace_bytes(chain) if loops else 0)
 
 
@@ -81,7 +82,7 @@ def environment() -> str:
     kind = processor() if device.platform == "cpu" else device.device_kind
     precision: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     flags = f"flags={os.environ.get('XLA_FLAGS', '')} {precision} {library_variables()}"
-    return f"{device.platform} {kind} jax={jax.__version__} {flags}"
+    return f"{device.platform} {kind} jax={jax.__version__} {jaxlib.__version__} {flags}"
 
 
 def signature(chain: Chain) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from jax.extend.core import jaxprs_in_params
 
 from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
@@ -40,14 +41,6 @@ COLLECTIVES = KEEP_SHAPES | {"all_gather", "all_gather_invariant", "all_to_all",
 """Primitives that need a named axis around them."""
 
 
-def bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation, opened."""
-    for parameter in eqn.params.values():
-        for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
-                yield opened(item)[0]
-
-
 def collectives_of(eqns: Iterable[Any]) -> dict[str, set[str]]:
     """The axes that must be named around some equations and their bodies, each with the primitives that need it."""
     found: dict[str, set[str]] = {}
@@ -57,7 +50,7 @@ def collectives_of(eqns: Iterable[Any]) -> dict[str, set[str]]:
             for axis in (axes,) if isinstance(axes, str) else axes:
                 found.setdefault(axis, set()).add(eqn.primitive.name)
         elif eqn.primitive.name != "shard_map":  # it names the axes inside
-            for body in bodies(eqn):
+            for body in jaxprs_in_params(eqn.params):
                 for axis, kinds in collectives_of(body.eqns).items():
                     found.setdefault(axis, set()).update(kinds)
     return found
@@ -73,7 +66,7 @@ def flops(eqn: Any) -> int:
     if name == "conv_general_dilated":
         kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
         return 2 * _elements(eqn) * math.prod(kernel[d] for d in spec[1:])
-    inside = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
+    inside = [sum(map(flops, body.eqns)) for body in jaxprs_in_params(eqn.params)]
     if inside:
         return max(inside) * params.get("length", 1)
     return _elements(eqn) if name in POINTWISE | REDUCTIONS else 0
@@ -81,7 +74,7 @@ def flops(eqn: Any) -> int:
 
 def moved_bytes(eqn: Any) -> int:
     """Bytes that an equation reads and writes; of a loop, those of all iterations."""
-    inside = [sum(map(moved_bytes, body.eqns)) for body in bodies(eqn)]
+    inside = [sum(map(moved_bytes, body.eqns)) for body in jaxprs_in_params(eqn.params)]
     moved = () if eqn.primitive.name in VIEWS | {"optimization_barrier"} else (*eqn.invars, *eqn.outvars)
     own = sum(type_bytes(v.aval) for v in moved)
     return max([own, *(i * eqn.params.get("length", 1) for i in inside)])

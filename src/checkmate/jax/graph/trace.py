@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.extend.core.primitives import remat_p
 
-from checkmate.jax._compat import as_array, bind, checkpoint_primitive, opened, traced_as, varying_axes, without_unread
+from checkmate.jax._compat import as_array, bind, opened, traced_as, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -102,7 +103,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
     If `differentiable`, calls of functions with a user-defined derivative stay calls, because the trace is differentiated later.
     If `checkpoints`, each call to `jax.checkpoint` stays one equation.
     """
-    calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {checkpoint_primitive(): "jaxpr"})
+    calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {remat_p.name: "jaxpr"})
     types: list[Any] = []
     constants: dict[int, Any] = {}
     inlined: list[Equation] = []
