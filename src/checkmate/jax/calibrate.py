@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
@@ -93,6 +93,7 @@ class Figures:
         return self._planned
 
 
+@dataclass(eq=False)
 class Compilation:
     """Compiles each plan of one capture once, and stores the bytes for later processes.
 
@@ -100,19 +101,14 @@ class Compilation:
     axes of the given sizes. ``given`` are the arguments of the captured function, to trace it again with other loops.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        given: Sequence[Any],
-        donated: Sequence[int] = (),
-        *,
-        exact: bool,
-        verify: bool,
-        axes: Mapping[str, int] | None = None,
-    ) -> None:
-        self.capture, self.given, self.donated, self.exact, self.verify = capture, given, donated, exact, verify
-        self.axes = dict(axes or {})
-        self.loop_bytes: int | None = None
+    capture: Capture
+    given: Sequence[Any]
+    donated: Sequence[int] = ()
+    _: KW_ONLY
+    exact: bool
+    verify: bool
+    axes: Mapping[str, int] | None = None
+    loop_bytes: int | None = None
 
     @functools.cached_property
     def loops(self) -> Loops:
@@ -145,9 +141,7 @@ class Compilation:
         made = capture_trace(trace, lambda chains: list(map(cost, chains)), plain.graph.name, boundary=boundary)
         resident = plain.graph.resident_bytes  # without the buffers of donated arguments that results reuse
         made = replace(made, graph=msgspec.structs.replace(made.graph, resident_bytes=resident))
-        found = Compilation(made, self.given, self.donated, exact=self.exact, verify=self.verify, axes=self.axes)
-        found.loop_bytes = loop_bytes
-        return found
+        return replace(self, capture=made, loop_bytes=loop_bytes)
 
     @functools.cached_property
     def key(self) -> str:

@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
-from checkmate.jax._compat import opened, scopes_of, source_of
+from checkmate.jax._compat import scopes_of, source_of
 from checkmate.jax.graph.trace import POINTWISE, Boundary, Equation, Trace, type_bytes, types_from_outside
 
 VIEWS = frozenset({"expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "squeeze"})
