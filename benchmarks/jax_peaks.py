@@ -134,6 +134,7 @@ def run_network(name: str, cell: str, time_limit_s: float, rounds: int) -> dict[
 
     import checkmate
     import checkmate.jax as cj
+    from checkmate.core.budget import fixed_bytes
 
     network = jax_networks.NETWORKS[name]()
     compilations = Compilations()
@@ -146,7 +147,7 @@ def run_network(name: str, cell: str, time_limit_s: float, rounds: int) -> dict[
         _, count = compilations.during(lambda: jax.eval_shape(jax.value_and_grad(loss), *network.arguments))
         took = time.perf_counter() - began
         program = Program(jax.value_and_grad(loss), network.arguments)
-        resident = loss.graph.resident_bytes
+        resident = fixed_bytes(loss.graph)
         return program, {
             "ops": len(loss.graph.ops),
             "room_bytes": loss.budget_bytes - resident,

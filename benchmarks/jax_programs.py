@@ -86,6 +86,7 @@ def budgets(name: str, time_limit_s: float) -> dict[str, Any]:
 
     import checkmate
     import checkmate.jax as cj
+    from checkmate.core.budget import fixed_bytes
 
     loss, arguments = jax_registry.PROGRAMS[name](lambda block: block)
     plain, plain_s = compiled(with_gradients(loss, name), arguments)
@@ -104,7 +105,7 @@ def budgets(name: str, time_limit_s: float) -> dict[str, Any]:
                 if asked is None:
                     break
                 continue
-            resident = planned.graph.resident_bytes
+            resident = fixed_bytes(planned.graph)
             point |= {
                 "ops": len(planned.graph.ops),
                 "budget_bytes": planned.budget_bytes - resident,

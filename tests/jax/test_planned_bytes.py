@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 import checkmate.jax as cj
+from checkmate.core.budget import fixed_bytes
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.fusions import _read
+from checkmate.jax.graph.trace import trace_flat
 from tests.jax.networks import difference
 
 
@@ -69,7 +73,18 @@ def experts():
     return loss, (layers, normal(256, 32))
 
 
-@pytest.mark.parametrize(("build", "share"), [(heads, 0.7), (messages, 0.7), (batches, 0.8), (experts, 1.0)])
+def wide():
+    """Weights larger than what is computed: the buffer of a gradient holds another value until the gradient is made."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).sum()
+
+    return loss, ([normal(128, 128, seed=i) for i in range(6)], normal(96, 128))
+
+
+@pytest.mark.parametrize(("build", "share"), [(heads, 0.7), (messages, 0.7), (batches, 0.8), (experts, 1.0), (wide, 1.0)])
 def test_plans_take_the_planned_bytes(build, share, own_cache):
     """A plan compiles to its planned bytes, before anything is corrected."""
     loss, arguments = build()
@@ -79,7 +94,31 @@ def test_plans_take_the_planned_bytes(build, share, own_cache):
     compiled = jax.jit(jax.value_and_grad(planned)).lower(*arguments).compile()
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert (planned.result.overhead > 1) == (share < 1)
-    assert abs(math.log((planned.result.peak_bytes - planned.graph.resident_bytes) / taken)) < 0.05
+    assert abs(math.log((planned.result.peak_bytes - fixed_bytes(planned.graph)) / taken)) < 0.05
+
+
+def test_what_is_joined_twice_is_joined_once():
+    """XLA reads the parts of a part, and stores them until then."""
+    trace = trace_flat(lambda a, b: jnp.concatenate([b, jnp.concatenate([a, b])]), jnp.ones(3), jnp.ones(4))
+    assert [len(equation.inputs) for equation in trace.equations] == [3]
+    given = dict(zip(trace.arguments, (jnp.ones(3), jnp.zeros(4)), strict=True))
+    assert next(iter(trace.equations[0].computed(given).values())).tolist() == [0] * 4 + [1] * 3 + [0] * 4
+
+
+def test_a_fusion_computes_no_view_again():
+    """XLA names a view of an array after the equation of the array, also inside of fusions that only read it."""
+    named = 'metadata={op_name="checkmate.equation.%d/tanh"}'
+    lines = [
+        "%fused (param: f32[8,4]) -> f32[4,8] {",
+        f"  %view = f32[4,8] bitcast(%param), {named % 0}",
+        f"  ROOT %product = f32[4,8] multiply(%view, %view), {named % 1}",
+        "}",
+        "ENTRY %main (x: f32[8,4]) -> f32[4,8] {",
+        f"  %made = f32[8,4] tanh(%x), {named % 0}",
+        f"  ROOT %twice = f32[4,8] fusion(%made), kind=kLoop, calls=%fused, {named % 1}",
+        "}",
+    ]
+    assert _read("\n".join(lines), 128).members == {0: (0,), 1: (1,)}
 
 
 def test_what_the_backward_reads_in_another_layout_is_copied_when_it_is_read(own_cache):
@@ -109,6 +148,6 @@ def test_one_fence_follows_the_gradients_of_a_layer(own_cache):
 
     layers = [{"w": normal(32, 32, seed=i), "bias": normal(32)} for i in range(8)]
     planned = cj.remat(loss, budget="60%", costs="estimated", time_limit_s=2)
-    program = jax.jit(jax.value_and_grad(planned)).lower(layers, normal(512, 32)).as_text()
+    jax.jit(jax.value_and_grad(planned)).lower(layers, normal(512, 32))
     again = len(planned.plan.order) - len(planned.graph.ops)
-    assert 0 < program.count("call @optimization_barrier") < again + len(layers) / 2
+    assert 0 < len(PlannedProgram(planned._planned.capture, planned.plan)._fences) < again + len(layers) / 2

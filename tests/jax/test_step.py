@@ -62,7 +62,7 @@ def test_without_fences_nothing_is_saved(planned):
     capture, plan = planned._planned.capture, planned.plan
     open_program = PlannedProgram(capture, plan)
     open_program._fences.clear()
-    open_program._again.clear()
+    open_program._waits.clear()
     assert temp_bytes(*as_called(open_program, capture.trace, None)) > 1.1 * planned.temp_bytes
 
 

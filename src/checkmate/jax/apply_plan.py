@@ -24,7 +24,7 @@ import jax
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import as_array, barrier, bind, is_tracer, varying_axes
 from checkmate.jax.graph.capture import FUSED, REDUCTIONS, VIEWS, Capture, has_effects
-from checkmate.jax.graph.trace import result, trace_flat
+from checkmate.jax.graph.trace import POINTWISE, result, trace_flat
 
 _Made = dict[tuple[int, ...], tuple[list[Any], dict[int, Any]]]
 """Values that equations read and computed, by the identities of equations and of the values that they read."""
@@ -43,7 +43,7 @@ class PlannedProgram:
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
-        self._again = {} if exact else self._computed_again()
+        self._waits = {} if exact else self._in_order(self._computed_again())
         # XLA would make constants that are stored, and each copy of them, when the program begins.
         stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
         self._constant = {id(e) for e in stored if not e.read and e.kind == "broadcast_in_dim"}
@@ -86,7 +86,7 @@ class PlannedProgram:
             op = self.order[p]
             values.update(behind_barriers(values, self._fences.get(p, ())))
             given = ChainMap(behind_barriers(values, self.capture.inputs[op]), values) if self._exact else values
-            values.update(self._computed(given, op, made, self._again.get(p), None if newest is None else values[newest]))
+            values.update(self._computed(given, op, made, self._waits.get(p, {}), newest))
             if not self._exact and (found := self._newest(values, (op,))) is not None:
                 newest = found
 
@@ -95,23 +95,33 @@ class PlannedProgram:
         values: Mapping[int, Any],
         op: int,
         made: _Made | None = None,
-        again: Mapping[int, int] | None = None,
-        newest: Any = None,
+        waits: Mapping[int, int] | None = None,
+        newest: int | None = None,
     ) -> dict[int, Any]:
-        """The outputs of an op. Constants, and an input of each equation in `again`, wait until the newest value is known.
+        """The outputs of an op. Constants, and an input of each equation in `waits`, wait until the newest value is known.
 
-        What several ops compute from the same values is in the program once, in `made`: XLA would merge it, after a long time.
+        What reads the newest value later reads it behind the barrier: XLA would store it twice, once for the barrier. What is
+        computed for several ops from the same values is in the program once, in `made`: XLA would merge it, after a long time.
         """
-        local: dict[int, Any] = {v: values[v] for v in self.capture.inputs[op]}
-        for equation in self.capture.members[op]:
-            v = again.get(id(equation)) if again else None
+        local: dict[int, Any] = {v: values[v] for v in {*self.capture.inputs[op]}.union(() if newest is None else (newest,))}
+
+        def waiting(value: Any) -> Any:
             # In `jax.shard_map` a value that is the same on all devices would vary behind a barrier with one that is not.
-            if v is not None and newest is not None and varying_axes(newest) <= varying_axes(local[v]):
-                _, local[v] = barrier((newest, local[v]))
-            if newest is not None and id(equation) in self._constant and not varying_axes(newest):
+            if newest is None or not varying_axes(local[newest]) <= varying_axes(value):
+                return value
+            behind, waits = barrier((local[newest], value))
+            if varying_axes(behind) == varying_axes(local[newest]):
+                local[newest] = behind
+            return waits
+
+        for equation in self.capture.members[op]:
+            if waits and (v := waits.get(id(equation))) is not None and v != newest:
+                local[v] = waiting(local[v])
+            if newest is not None and id(equation) in self._constant:
                 literal: Any = equation.inputs[0]
-                _, number = barrier((newest, as_array(literal.val, literal.aval)))
-                local.update(zip(equation.outputs, bind(equation.eqn, [number]), strict=True))
+                local.update(
+                    zip(equation.outputs, bind(equation.eqn, [waiting(as_array(literal.val, literal.aval))]), strict=True)
+                )
             elif made is None or has_effects(equation):
                 local.update(equation.computed(local))
             else:
@@ -119,7 +129,7 @@ class PlannedProgram:
                 key = id(equation), *map(id, read)
                 made[key] = made.get(key) or (read, equation.computed(local))
                 local.update(made[key][1])
-        return {v: local[v] for v in self.capture.outputs[op]}
+        return {v: local[v] for v in (*self.capture.outputs[op], *(() if newest is None else (newest,)))}
 
     def _computed_again(self) -> dict[int, dict[int, int]]:
         """By position: the equations that XLA would merge with earlier ones, each with the input to read behind a barrier."""
@@ -160,22 +170,50 @@ class PlannedProgram:
                 found.setdefault(p, {}).update({id(chain[-1]): max(copied, key=sizes.__getitem__)} if copied else {})
         return found
 
+    def _in_order(self, found: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+        """The same with an input of each op that need not wait for the op before it: XLA orders them as it likes."""
+        trace, since = self.capture.trace, set[int]()  # values made since the last fence
+        for p in range(1 if self._fences else len(self.order), len(self.order)):
+            op, chain = self.order[p], self.capture.members[self.order[p]]
+            read = set(self.capture.inputs[op]).difference(trace.constants)
+            if p in self._fences:
+                since.clear()
+            elif chain and chain[-1].kind in POINTWISE:  # XLA may write the output over an input that ends here
+                size = trace.size_bytes(self.capture.outputs[op][0])
+                read = {v for v in read if v not in self._last_read[p] & since or trace.size_bytes(v) != size}
+            if chain and p not in self._fences and read.isdisjoint(self.capture.outputs[self.order[p - 1]]):
+                for v in sorted(read, key=lambda v: (v in trace.arguments, trace.size_bytes(v), v))[:1]:
+                    found.setdefault(p, {}).setdefault(id(next(e for e in chain if v in e.read)), v)
+            since.update(self.capture.outputs[op])
+        return found
+
     def _newest(self, values: Mapping[int, Any], ops: Iterable[int]) -> int | None:
         """Number of the first value that some ops compute from arguments; None if there is none."""
         return next((v for op in ops for v in self.capture.outputs[op] if v in values and v in self._varying), None)
 
     def _fenced(self) -> set[int]:
-        """Positions at which a run of recomputations begins; in exact programs also runs of computations later than in the graph.
+        """Positions at which a run of recomputations begins, or a run of delayed ops, which come later than in the graph.
 
-        Without a fence, XLA would compute a delayed op early and hold its results. But each fence also prevents fusions, which
-        can cost more bytes and time than the delays save. From the first recomputation on, a fence also follows each run of
-        ops that make results: nothing waits for a gradient of weights, and XLA would hold what it reads.
+        In a program that is not exact, a delayed op is fenced if XLA would hold something for it that no op reads any more: by
+        fusing it with what made its inputs. But each fence also prevents fusions, which can cost more bytes and time. From the
+        first recomputation on, a fence also follows each run of ops that make results: nothing waits for a gradient of weights,
+        and XLA would hold what it reads.
         """
         seen, found = set[int](), set[int]()
         results = set(self.capture.trace.results)
         furthest, late_before, made = -1, False, False
+        last = {v: p for p, op in enumerate(self.order) for v in self.capture.inputs[op]}
+        fusible = [
+            (outputs, read)
+            for outputs, read, c in zip(self.capture.outputs, self.capture.inputs, self.capture.members, strict=True)
+            if c and c[-1].kind in FUSED
+        ]
+        behind = {v: set(read).difference(self.capture.trace.arguments) for outputs, read in fusible for v in outputs}
         for p, op in enumerate(self.order):
-            late = op in seen or (self._exact and op < furthest)
+            read = set[int]().union(
+                *(behind.get(v, ()) for v in self.capture.inputs[op])
+            )  # if XLA fuses it with what made its inputs
+            late = op in seen or (op < furthest and (self._exact or any(last[v] < p for v in read)))
             makes = not results.isdisjoint(self.capture.outputs[op]) and not self._exact
             if (late and not late_before) or (made and found and not makes):
                 found.add(p)

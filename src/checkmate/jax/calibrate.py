@@ -139,7 +139,8 @@ class Compilation:
         given = len(trace.arguments) - len(plain.boundary.tangents if plain.boundary else ())
         boundary = plain.boundary and replace(plain.boundary, tangents=trace.arguments[given:])
         made = capture_trace(trace, lambda chains: list(map(cost, chains)), plain.graph.name, boundary=boundary)
-        resident = plain.graph.resident_bytes  # without the buffers of donated arguments that results reuse
+        # Without the buffers of donated arguments that results reuse.
+        resident = made.graph.resident_bytes + fixed_bytes(plain.graph) - fixed_bytes(made.graph)
         made = replace(made, graph=msgspec.structs.replace(made.graph, resident_bytes=resident))
         return replace(self, capture=made, loop_bytes=loop_bytes)
 
@@ -342,7 +343,8 @@ class _Programs:
             near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes),
         )
         # Fences take bytes too: recomputations that save hardly any are left out.
-        fewer = found.peak_bytes - graph.resident_bytes < 0.97 * (whole.peak_bytes - graph.resident_bytes)
+        fixed = fixed_bytes(graph)
+        fewer = found.peak_bytes - fixed < 0.97 * (whole.peak_bytes - fixed)
         return found if fewer else whole
 
     def _with_loops(self, target_bytes: int) -> Result:
@@ -372,11 +374,11 @@ class _Programs:
 
 def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budget) -> tuple[Compilation, Result, int]:
     """The cheapest plan found whose compiled bytes keep a budget, or a share of plain's, with its program and the budget."""
-    graph, resident = compilation.capture.graph, compilation.capture.graph.resident_bytes
+    graph, resident = compilation.capture.graph, fixed_bytes(compilation.capture.graph)
     whole = keep_everything(graph)
     plain = None if compilation.exact or compilation.donated else compilation.capture.fusions
     most = resident + (compilation.temp_bytes(whole) if plain is None else plain.temp_bytes)
-    budget = wanted.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
+    budget = wanted.within(fixed_bytes=resident, keep_all_bytes=most)
     if most <= budget:
         most = resident + compilation.temp_bytes(whole)
     programs = _Programs(compilation, options)

@@ -19,6 +19,7 @@ from checkmate.jax.profiler import known_or_made, quickly, signature
 _SCOPE = "checkmate.equation."  # around each equation, before its position in the program; XLA keeps it with each instruction
 _EQUATION = re.compile(rf"{re.escape(_SCOPE)}(\d+)")
 _MADE = re.compile(r" = (\(.*?\)|\S+) (?!bitcast|constant|get-tuple|parameter|tuple)[\w-]+\(.*?\)(?:.* calls=%?([\w.\-]+))?")
+_MOVED = re.compile(r" (bitcast|copy)\(")  # what another loop computed, under its name
 _ARRAY = re.compile(r"\b[a-z]+(\d*)\[([\d,]*)\]")
 
 
@@ -56,7 +57,7 @@ def _read(text: str, temp_bytes: int) -> Fusions:
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
             where = line.split(" ", 1)[0]
-        if named := _EQUATION.search(line):
+        if (named := _EQUATION.search(line)) and not _MOVED.search(line):
             inside[where.lstrip("%")].append(int(named[1]))
         if where == "ENTRY" and (made := _MADE.search(line)):
             fused = inside.get(made[2] or "", [])

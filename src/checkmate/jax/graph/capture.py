@@ -133,7 +133,8 @@ def capture_trace(
     """The graph of a traced function.
 
     XLA allocates arguments and results before a program runs. Both count as resident bytes, except results that reuse the
-    buffers of donated arguments, and results take no bytes in the graph. Without a boundary it is a whole step.
+    buffers of donated arguments. Before a result is made, its buffer holds another value: the result takes the bytes of that
+    value in the graph, and only the others are resident. Without a boundary it is a whole step.
     """
     return _Builder(trace, boundary, fusions).build(costs, name, donated_bytes)
 
@@ -159,8 +160,8 @@ class _Builder:
             writes.insert(at, tangents)
         made = [v for outputs in writes for v in outputs]
         number = {v: k for k, v in enumerate(made)}
-        # Results take no bytes: XLA allocates them before the program runs.
-        sizes = (0 if v in self.results else self.trace.size_bytes(v) for v in made)
+        lent = {} if donated_bytes else self._lent(reads, writes)
+        sizes = (lent.get(v, 0) if v in self.results else self.trace.size_bytes(v) for v in made)
         values = [Value(str(self.trace.types[v]), size, kept=v in self.results) for v, size in zip(made, sizes, strict=True)]
         ops = [
             self._op(chain, measured, tuple(number[v] for v in read if v in number), tuple(number[v] for v in written))
@@ -168,9 +169,27 @@ class _Builder:
         ]
         # Arguments, constants and results; tangents are values of the graph.
         resident = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
-        resident_bytes = sum(map(self.trace.size_bytes, resident)) - donated_bytes
+        resident_bytes = sum(map(self.trace.size_bytes, resident)) - donated_bytes - sum(lent.values())
         graph = Graph(tuple(ops), tuple(values), resident_bytes=resident_bytes, name=name)
         return Capture(graph, self.trace, tuple(members), tuple(writes), tuple(reads), self.boundary, self.fusions)
+
+    def _lent(self, reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> dict[int, int]:
+        """By result: bytes of the value that its buffer holds at the peak of keeping everything, before the result is made."""
+        made = {v: p for p, outputs in enumerate(writes) for v in outputs}
+        last = made | {v: p for p, inputs in enumerate(reads) for v in inputs if v in made}
+        size, live = self.trace.size_bytes, [0] * len(writes)
+        for v in made.keys() - self.results:
+            for p in range(made[v], last[v] + 1):
+                live[p] += size(v)
+        peak = max(range(len(live)), key=live.__getitem__, default=0)
+        free, found = sorted(self.results.intersection(made), key=lambda v: (size(v), made[v])), dict[int, int]()
+        # XLA places the largest values first, each in the smallest buffer that is free while it lives.
+        for v in sorted((v for v in made.keys() - self.results if made[v] <= peak <= last[v]), key=lambda v: (-size(v), v)):
+            lender = next((r for r in free if size(r) >= size(v) and made[r] > last[v]), None)
+            if lender is not None:
+                found[lender] = size(v)
+                free.remove(lender)
+        return found
 
     def _chains(self) -> list[tuple[Equation, ...]]:
         """The equations of each op: forward ops first if there is a boundary, else in the order of their last equations."""

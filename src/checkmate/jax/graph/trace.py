@@ -107,6 +107,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
     types: list[Any] = []
     constants: dict[int, Any] = {}
     inlined: list[Equation] = []
+    parts: dict[Any, list[tuple[Any, Any]]] = {}  # what each joined array is joined from, by its number and axis
 
     def numbered(variables: Sequence[Any]) -> range:
         types.extend(v.aval for v in variables)
@@ -121,6 +122,10 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
         known: dict[Any, Source] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *arguments), strict=True))
         for eqn in jaxpr.eqns:
             inputs = tuple(v if isinstance(v, Literal) else known[v] for v in eqn.invars)
+            if eqn.primitive.name == "concatenate":  # XLA reads the parts of a part
+                axis, pairs = eqn.params["dimension"], zip(eqn.invars, inputs, strict=True)
+                parts[len(types), axis] = read = [p for v, s in pairs for p in parts.get((s, axis), [(v, s)])]
+                eqn, inputs = eqn.replace(invars=[v for v, _ in read]), tuple(s for _, s in read)
             body = eqn.params.get(calls.get(eqn.primitive.name, "")) or _as_xla_runs(eqn)
             if body is None:
                 inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
