@@ -65,10 +65,11 @@ def data_sizes(capture: Capture) -> Callable[[Sequence[tf.Tensor]], tuple[int, .
         pure = not op.op_def.is_stateful or op.type.startswith("LookupTableFind")
         if pure and all(t.op.name in alone for t in op.inputs):
             alone.add(op.name)
-    read = [b for op in capture.members if op.name not in alone for t in op.inputs for b in behind(t, capture.kinds)]
+    inputs = [t for chain in capture.members for op in chain if op.name not in alone for t in op.inputs]
+    read = [b for t in inputs for b in behind(t, capture.kinds)]
     found = {b.ref(): b for b in read if b.op.name in alone and b.dtype != tf.variant and is_open(b)}
     graph, names = capture.graph, {b.op.name for b in found.values()}
-    needed = {o for o, op in enumerate(capture.members) if op.name in names}
+    needed = {o for o, chain in enumerate(capture.members) if chain[0].name in names}
     for o in range(max(needed, default=-1), -1, -1):
         needed |= {graph.producer[v] for v in graph.ops[o].inputs} if o in needed else set()
     function = build_function(capture, sorted(needed), list(found.values()))
@@ -106,20 +107,20 @@ class _Writer:
         self.inputs: set[str] = set()  # names of the tensors of the batch, or captured from outside, that a node reads
         self.latest: dict[str, str] = {}  # op of the trace -> its latest computation; for a read, the only one
         self._traced = {node.name: node for node in capture.trace.function.graph.as_graph_def().node}
-        self._runs: Counter[str] = Counter()
+        self._runs: Counter[int] = Counter()
         self._constants: set[str] = set()
         self._unfolded: dict[str, str] = {}
         self._views: dict[tuple[str, ...], str] = {}
 
     def compute(self, o: int) -> None:
         """Append a computation of an op of the graph."""
-        op = self.capture.members[o]
-        times = self._runs[op.name]
-        self._runs[op.name] += 1
-        if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
-            self._assign_in_place(op)
-        else:
-            self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
+        times = self._runs[o]
+        self._runs[o] += 1
+        for op in self.capture.members[o]:
+            if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
+                self._assign_in_place(op)
+            else:
+                self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
 
     def tensor(self, tensor: tf.Tensor) -> str:
         """The name of the tensor that stands for a traced tensor at this point of the plan."""

@@ -124,25 +124,27 @@ def _restore(variable: tf.Variable, value: np.ndarray) -> None:
     variable.assign(value)
 
 
-def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
-    """A batch where it is, twice, then copies without end, at changing places. A caller may hold the last of them.
+def moving_batches(batch: Sequence[tf.Tensor], largest_bytes: int) -> Iterator[list[tf.Tensor]]:
+    """A batch where it is, twice, then copies without end, between free chunks of random sizes. A caller may hold the last.
 
-    `tf.data` allocates on the CPU each sample that it shuffles, and each batch, between the variables and buffers of the step.
-    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave. A data set of up to
-    64 samples is imitated.
+    Data sets, other plans and `fit` itself allocate on the CPU between the variables and buffers of the step, and leave holes.
+    A request is given a hole of up to twice its bytes whole: one as large as the largest tensor can change every chunk of a step.
     """
     rng = np.random.default_rng(0)
-    samples: list[tf.Tensor] = []
     yield from (list(batch), list(batch))
     while True:
-        yield [_rows(t, range(len(t))) if t.shape.rank else t for t in batch]
+        found, holes = list[tf.Tensor](), [_hole(rng, largest_bytes) for _ in range(rng.integers(4))]
         for t in batch:
-            if t.shape.rank:
-                samples += [_rows(t, [int(i)]) for i in rng.permutation(range(len(t)))[:64]]
-        order = rng.permutation(len(samples))[: rng.integers(len(samples) + 1)]
-        samples = [samples[i] for i in order]
+            found += copies([t])
+            holes.append(_hole(rng, largest_bytes))
+        holes.clear()
+        yield found
 
 
-def _rows(tensor: tf.Tensor, rows: Sequence[int]) -> tf.Tensor:
-    """A copy of some rows of a tensor; a slice would share its buffer."""
-    return tf.gather(tensor, tf.constant(rows, tf.int32))
+def copies(batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Copies of the tensors of a batch; a slice would share its buffer."""
+    return [tf.gather(t, tf.range(len(t))) if t.shape.rank else t for t in batch]
+
+
+def _hole(rng: np.random.Generator, largest_bytes: int) -> tf.Tensor:
+    return tf.raw_ops.Empty(shape=[int(largest_bytes * 2 ** rng.uniform(-8, 0))], dtype=tf.uint8)

@@ -32,7 +32,7 @@ from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
+from checkmate.tf2.peak import available_bytes, copies, default_device, has_memory_stats, moving_batches, peak_of, restored
 from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
 
@@ -59,7 +59,7 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
+        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
@@ -109,7 +109,7 @@ class _Search:
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
         """The plan with the smallest planned peak that is found within 20 s, or another one that needed less."""
-        self._run(near_smallest(self.capture.graph, 20.0))
+        self._run(near_smallest(self.capture.graph, 20.0, self.policy.aim_bytes(self.budget_bytes)))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
     def run(self) -> PlannedFunction | None:
@@ -127,12 +127,14 @@ class _Search:
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
         """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
 
-        A smallest plan that does not is a trial itself.
+        A smallest plan that does not is a trial itself. Chunks can add a third to one plan and nothing to the next: as long as a
+        plan is planned within the aim, others are tried.
         """
         near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
         if trials.trials[-1].within(int(near)) and tried < 3:
             return False
         hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
+        hopeless &= min(p.result.peak_bytes for p in self.measured.values()) > self.policy.aim_bytes(self.budget_bytes)
         if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
             trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
         return hopeless
@@ -177,15 +179,18 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     if not has_memory_stats(device):
         return None
     resident, peaks = capture.graph.resident_bytes, list[int]()
+    largest = max((value.size_bytes for value in capture.graph.values), default=1)
     outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
 
     def step(data: Sequence[tf.Tensor]) -> None:
         nonlocal outputs
+        ahead = copies(data)  # a data set makes the next batch while a step runs
         outputs = function(*data)
+        del ahead
 
     gc.collect()
     with progress.shown("measuring a plan"), grappler_off():
-        for data in itertools.islice(moving_batches(batch), 8):
+        for data in itertools.islice(moving_batches(batch, largest), 8):
             peaks.append(resident + peak_of(functools.partial(step, data), device))
             if limit_bytes is not None and len(peaks) >= 4 and max(peaks) > limit_bytes:
                 break
