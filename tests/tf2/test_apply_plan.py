@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras import layers
 
 import checkmate
-from checkmate.core.budget import Budget
 from checkmate.frontend.planner import keep_everything, near_smallest
 from checkmate.tf2 import planned_steps
 from checkmate.tf2._compat import grappler_off, trace_events
@@ -70,8 +69,8 @@ def test_a_plan_that_runs_out_of_memory_is_over_the_budget(planned, monkeypatch)
         order = plan.order if len(targets) > 1 else range(len(capture.graph.ops))
         return checkmate.evaluate(capture.graph, checkmate.Plan.from_order(capture.graph, order))
 
-    budget = Budget.parse(2 * result.peak_bytes)
-    assert planned_steps.calibrate(capture, budget, replan, batch).result.plan.order == plan.order
+    found = planned_steps.PlanSearch(capture, 2 * result.peak_bytes, replan, batch).run()
+    assert found.result.plan.order == plan.order
     assert targets[1] < targets[0]
 
 
@@ -85,7 +84,7 @@ def test_plans_are_tried_while_one_is_planned_to_fit(planned, monkeypatch):
         return smallest * (3 if len(tried) < 6 else 1)
 
     monkeypatch.setattr(planned_steps, "measure_plan", with_chunks)
-    found = planned_steps.calibrate(capture, Budget.parse(2 * smallest), lambda target: other(capture, plan, len(tried)), batch)
+    found = planned_steps.PlanSearch(capture, 2 * smallest, lambda target: other(capture, plan, len(tried)), batch).run()
     assert found.measured_bytes == smallest
     assert len(tried) == 6
 

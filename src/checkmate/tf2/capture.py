@@ -205,44 +205,28 @@ class _Builder:
         """The ops of the graph, each a chain of ops of the trace that write into the same buffer one after another.
 
         No plan loses by it: to keep a buffer for its only reader is never better than to keep what the reader writes into it. An
-        op joins a chain if everything that it needs has run by then, or the chain moves to the op if nothing else needs it and
-        its inputs are not much larger. Otherwise the output of the op, after the forward pass, is a view of what it overwrites.
+        op joins a chain if everything that it needs has run by then. Otherwise the output of an op after the forward pass is a
+        view of what it overwrites.
         """
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
-        needing: dict[str, set[str]] = {}
-        for n in order:
-            for m in needs[n]:
-                needing.setdefault(m, set()).add(n)
         chains: list[list[tf.Operation]] = []
         where: dict[str, int] = {}
         for n in order:
             op, after = self.ops[self.index[n]], max((where[m] for m in needs[n]), default=-1)
             dying = [t for t in self._overwritable(op) if uses[t.ref()] == 1]
-            inside, at = next((t for t in dying if where[t.op.name] == after), None), after
-            if inside is None:
-                inside, at = (
-                    next((t for t in dying if self._can_move(chains[where[t.op.name]], t, n, needing)), None),
-                    len(chains),
-                )
-                chains.append([])
-                if inside is not None:
-                    chains[at], chains[where[inside.op.name]] = chains[where[inside.op.name]], chains[at]
-                elif dying and self._phase(op) != "forward":
-                    self.reused[_overwriting(op).name] = dying[0].name
-            if inside is not None:
+            if (inside := next((t for t in dying if where[t.op.name] == after), None)) is not None:
                 self.inside.add(inside.name)
                 if inside.name in self.reused:
                     self.reused[_overwriting(op).name] = self.reused.pop(inside.name)
-            chains[at].append(op)
-            where.update((member.name, at) for member in chains[at])
-        return [chain for chain in chains if chain]
-
-    def _can_move(self, chain: Sequence[tf.Operation], last: tf.Tensor, reader: str, needing: Mapping[str, set[str]]) -> bool:
-        """Whether a chain can run directly before the reader of its last tensor, with not much larger inputs."""
-        names = {op.name for op in chain}
-        read = {s.ref(): tensor_bytes(s) for op in chain for s in self._sources(op) if s.op.name not in names}
-        return sum(read.values()) < 2 * tensor_bytes(last) and all(needing.get(n, set()) <= {*names, reader} for n in names)
+            else:
+                after = len(chains)
+                chains.append([])
+                if dying and self._phase(op) != "forward":
+                    self.reused[_overwriting(op).name] = dying[0].name
+            chains[after].append(op)
+            where[n] = after
+        return chains
 
     def _overwritable(self, op: tf.Operation) -> list[tf.Tensor]:
         """The inputs into whose buffers an op writes its output if nothing else reads them."""

@@ -125,26 +125,23 @@ def _restore(variable: tf.Variable, value: np.ndarray) -> None:
 
 
 def moving_batches(batch: Sequence[tf.Tensor], largest_bytes: int) -> Iterator[list[tf.Tensor]]:
-    """A batch where it is, twice, then copies without end, between free chunks of random sizes. A caller may hold the last.
+    """A batch where it is, twice, then copies without end, behind free chunks of random sizes. A caller may hold the last.
 
-    Data sets, other plans and `fit` itself allocate on the CPU between the variables and buffers of the step, and leave holes.
-    A request is given a hole of up to twice its bytes whole: one as large as the largest tensor can change every chunk of a step.
+    Data sets, `fit` and other plans allocate on the CPU between the variables and buffers of the step, and leave free chunks. One
+    that is less than twice as large as a request is handed out whole, which can then change every chunk of the step.
     """
     rng = np.random.default_rng(0)
     yield from (list(batch), list(batch))
     while True:
-        found, holes = list[tf.Tensor](), [_hole(rng, largest_bytes) for _ in range(rng.integers(4))]
-        for t in batch:
-            found += copies([t])
-            holes.append(_hole(rng, largest_bytes))
-        holes.clear()
+        found, free = list[tf.Tensor](), list[tf.Tensor]()
+        for tensor in batch:
+            sizes = largest_bytes * 2 ** rng.uniform(-8, 0, rng.integers(3))
+            free += [tf.raw_ops.Empty(shape=[int(size)], dtype=tf.uint8) for size in sizes]
+            found += copies([tensor])
+        free.clear()
         yield found
 
 
 def copies(batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Copies of the tensors of a batch; a slice would share its buffer."""
     return [tf.gather(t, tf.range(len(t))) if t.shape.rank else t for t in batch]
-
-
-def _hole(rng: np.random.Generator, largest_bytes: int) -> tf.Tensor:
-    return tf.raw_ops.Empty(shape=[int(largest_bytes * 2 ** rng.uniform(-8, 0))], dtype=tf.uint8)
