@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from typing import Any
 
 import tensorflow as tf
 
@@ -214,7 +215,7 @@ class _Builder:
         where: dict[str, int] = {}
         for n in order:
             op, after = self.ops[self.index[n]], max((where[m] for m in needs[n]), default=-1)
-            dying = [t for t in self._overwritable(op) if uses[t.ref()] == 1]
+            dying = self._overwritten(op, uses)
             if (inside := next((t for t in dying if where[t.op.name] == after), None)) is not None:
                 self.inside.add(inside.name)
                 if inside.name in self.reused:
@@ -228,8 +229,8 @@ class _Builder:
             where[n] = after
         return chains
 
-    def _overwritable(self, op: tf.Operation) -> list[tf.Tensor]:
-        """The inputs into whose buffers an op writes its output if nothing else reads them."""
+    def _overwritten(self, op: tf.Operation, uses: Counter[Any]) -> list[tf.Tensor]:
+        """The inputs that nothing else reads, and into whose buffers an op can write its output."""
         found = [self._base(op.inputs[i]) for i in FORWARDS.get(op.type, ()) if i < len(op.inputs)]
         return [
             t
@@ -238,6 +239,7 @@ class _Builder:
             and 0 < tensor_bytes(t) == tensor_bytes(out)
             and self.kinds[t.op.name] == "op"
             and t.op.type not in OPAQUE
+            and uses[t.ref()] == 1
             and t.ref() not in self.kept
             and not any(map(is_open, (*t.op.inputs, *t.op.outputs, *op.inputs)))
         ]

@@ -114,19 +114,17 @@ class PlanSearch:
         return self.smallest
 
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
-        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
+        """Whether, after three trials, no plan is planned within the aim; the smallest plan is a trial itself if it fits.
 
-        A smallest plan that does not is a trial itself. Chunks can add a third to one plan and nothing to the next: as long as a
-        plan is planned within the aim, others are tried.
+        Chunks can add a third to one plan and nothing to the next: as long as a plan is planned within the aim, others are tried.
         """
-        near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self._policy.resident_bytes), len(trials.trials)
-        if trials.trials[-1].within(int(near)) and tried < 3:
+        if len(trials.trials) < 3:
             return False
-        hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
-        hopeless &= min(p.result.peak_bytes for p in self.measured.values()) > self._policy.aim_bytes(self.budget_bytes)
-        if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
+        if self.smallest.needed_bytes > self.budget_bytes:
+            return min(p.result.peak_bytes for p in self.measured.values()) > self._policy.aim_bytes(self.budget_bytes)
+        if all(trial.outcome is not self.smallest for trial in trials.trials):
             trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
-        return hopeless
+        return False
 
     def _refusal(self, cause: CheckmateError | None) -> InfeasibleBudgetError:
         """The error if no plan keeps the budget, with a budget that the smallest plan keeps, or the known one."""
