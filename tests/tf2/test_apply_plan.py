@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras import layers
 
 import checkmate
-from checkmate.frontend.planner import keep_everything, near_smallest
 from checkmate.tf2 import planned_steps
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
@@ -19,7 +18,7 @@ from checkmate.tf2.profiler import capture_with_costs, estimated_costs
 from checkmate.tf2.step import specs_of
 from checkmate.tf2.trace import Compiled, trace_step
 from tests.tf2.networks import build
-from tests.tf2.steps import differing, requested_peak
+from tests.tf2.steps import differing, forgetful, keep_all, requested_peak
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +191,10 @@ def test_what_overwrites_its_input_is_planned_to_ask_for_nothing(make, loss):
     batch = [tf.constant(x), tf.constant(y)]
     trace = trace_step(model, model.train_step, [(specs_of(x, "x"), specs_of(y, "y"))])
     capture = capture_with_costs(trace, "measured", "", batch)
-    for result in (keep_everything(capture.graph), near_smallest(capture.graph, 2.0)):
-        function = build_function(capture, result.plan.order)
+    for plan, least in ((keep_all(capture.graph), 0.97), (forgetful(capture.graph), 0.8)):  # of what is planned
+        function = build_function(capture, plan.order)
         with grappler_off():
             function(*batch)
             asked = requested_peak(lambda function=function: function(*batch))
-        assert asked == pytest.approx(result.peak_bytes - capture.graph.resident_bytes, rel=0.03)
+        planned = checkmate.evaluate(capture.graph, plan).peak_bytes - capture.graph.resident_bytes
+        assert least * planned <= asked <= 1.02 * planned

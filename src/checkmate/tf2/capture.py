@@ -206,8 +206,8 @@ class _Builder:
         """The ops of the graph, each a chain of ops of the trace that write into the same buffer one after another.
 
         No plan loses by it: to keep a buffer for its only reader is never better than to keep what the reader writes into it. An
-        op joins a chain if everything that it needs has run by then. Otherwise the output of an op after the forward pass is a
-        view of what it overwrites.
+        op joins a chain if everything that it needs has run by then. Otherwise the output of an op after the forward pass, which
+        is then computed once, is a view of what it overwrites.
         """
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
@@ -270,9 +270,10 @@ class _Builder:
             outputs=tuple(self.values[t.name] for op in chain for t in op.outputs if t.name in self.values),
             cost=sum(measures[op.name].cost_ns for op in chain),
             workspace_bytes=max(measures[op.name].workspace_bytes for op in chain),
-            # No shape gives the bytes of a tensor list.
+            # No shape gives the bytes of a tensor list, and what an op overwrites must not be kept to compute it again.
             recomputable=all(self.kinds[op.name] == "op" and self._phase(op) != "optimizer" for op in chain)
-            and all(t.dtype != tf.variant for t in (*first.inputs, *first.outputs)),
+            and all(t.dtype != tf.variant for t in (*first.inputs, *first.outputs))
+            and not any(t.name in self.reused for t in chain[-1].outputs),
             clobbered_by=tuple(sorted({where[c] for op in chain for c in clobbers[op.name]})),
             phase=self._phase(first),
             kind=first.type,
