@@ -107,7 +107,7 @@ class PlanSearch:
             trials.record(self._try(self.known.result.peak_bytes, self.known.result))
         error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
         limit = (self._policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
-        if (best := trials.best(limit)) is not None:
+        if (best := trials.best(limit)) is not None and best.outcome is not None:
             return best.outcome
         if self.smallest.needed_bytes > limit:
             raise self._refusal(error)
