@@ -13,6 +13,7 @@ from checkmate.tf2 import planned_steps
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.capture import capture_trace
+from checkmate.tf2.op_properties import tensor_bytes
 from checkmate.tf2.peak import measure_peak
 from checkmate.tf2.profiler import capture_with_costs, estimated_costs
 from checkmate.tf2.step import specs_of
@@ -92,6 +93,14 @@ def other(capture, plan, count: int) -> checkmate.Result:
     """A plan that computes another op again."""
     again = [o for o, op in enumerate(capture.graph.ops) if op.recomputable and not op.inputs][count]
     return checkmate.evaluate(capture.graph, checkmate.Plan.from_order(capture.graph, [again, *plan.order]))
+
+
+def test_the_next_batch_counts(planned):
+    """`tf.data` makes it while a step runs."""
+    capture, _, batch = planned
+    measured = planned_steps.measure_plan(capture, lambda *_: [], batch)
+    assert measured is not None
+    assert measured - capture.graph.resident_bytes >= sum(map(tensor_bytes, batch))
 
 
 def test_effects_run_once(planned):

@@ -47,23 +47,19 @@ class Capture:
 
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
     """The tensor whose buffer a tensor uses: itself, unless it is the output of a view."""
-    while kinds[tensor.op.name] == "view":
-        tensor = _viewed(tensor)
-    return tensor
-
-
-def _viewed(view: tf.Tensor) -> tf.Tensor:
-    """The operand of a view whose buffer the view uses."""
-    return view.op.inputs[view.value_index if view.op.type == "IdentityN" else 0]
+    return next(behind(tensor, kinds))
 
 
 def behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
     """The tensor whose buffer a tensor uses, then the other operands of the views between, such as a computed shape."""
-    yield base_tensor(tensor, kinds)
+    others: list[tf.Tensor] = []
     while kinds[tensor.op.name] == "view":
-        for operand in () if tensor.op.type == "IdentityN" else tensor.op.inputs[1:]:
-            yield from behind(operand, kinds)
-        tensor = _viewed(tensor)
+        several = tensor.op.type == "IdentityN"
+        others += () if several else tensor.op.inputs[1:]
+        tensor = tensor.op.inputs[tensor.value_index if several else 0]
+    yield tensor
+    for operand in others:
+        yield from behind(operand, kinds)
 
 
 def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
@@ -90,6 +86,7 @@ class _Builder:
         self.real = [op for op in self.ops if op.name in self.needed and self._is_real(op)]
         self.kept = {b.ref() for t in trace.function.graph.outputs for b in behind(t, self.kinds)}
         self.values: dict[str, int] = {}  # tensor -> value
+        self.where: dict[str, int] = {}  # op of the trace -> op of the graph
         self.inside: set[str] = set()  # names of the tensors that no op of the graph puts out
         self.reused: dict[str, str] = {}  # name of an output -> name of the tensor whose buffer it overwrites
 
@@ -102,11 +99,10 @@ class _Builder:
                 if writer in needs:
                     needs[writer].append(n)
         members = self._chains(listed_order(needs, {op.name: self._phase(op) for op in self.real}), needs)
-        where = {op.name: o for o, chain in enumerate(members) for op in chain}
-        values = self._number(members)
-        measures = dict(zip(where, costs([op for chain in members for op in chain]), strict=True))
-        ops = [self._op(chain, measures, where, clobbers) for chain in members]
-        pairs = sorted({(where[a], o) for n, o in where.items() for a in before[n] if where[a] != o})
+        values, run = self._number(members), [op for chain in members for op in chain]
+        measures = {op.name: cost for op, cost in zip(run, costs(run), strict=True)}
+        ops = [self._op(chain, measures, clobbers) for chain in members]
+        pairs = sorted({(self.where[a], o) for n, o in self.where.items() for a in before[n] if self.where[a] != o})
         graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
         self._log_opaque()
         return Capture(graph, self.trace, self.kinds, tuple(map(tuple, members)), frozenset(self.snapshot_reads))
@@ -212,11 +208,10 @@ class _Builder:
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
         chains: list[list[tf.Operation]] = []
-        where: dict[str, int] = {}
         for n in order:
-            op, after = self.ops[self.index[n]], max((where[m] for m in needs[n]), default=-1)
+            op, after = self.ops[self.index[n]], max((self.where[m] for m in needs[n]), default=-1)
             dying = self._overwritten(op, uses)
-            if (inside := next((t for t in dying if where[t.op.name] == after), None)) is not None:
+            if (inside := next((t for t in dying if self.where[t.op.name] == after), None)) is not None:
                 self.inside.add(inside.name)
                 if inside.name in self.reused:
                     self.reused[_overwriting(op).name] = self.reused.pop(inside.name)
@@ -226,7 +221,7 @@ class _Builder:
                 if dying and self._phase(op) != "forward":
                     self.reused[_overwriting(op).name] = dying[0].name
             chains[after].append(op)
-            where[n] = after
+            self.where[n] = after
         return chains
 
     def _overwritten(self, op: tf.Operation, uses: Counter[Any]) -> list[tf.Tensor]:
@@ -255,15 +250,9 @@ class _Builder:
         sizes = [tensor_bytes(t) if b is None else 0 for t, b in zip(tensors, base, strict=True)]
         return [Value(t.name, s, b, t.ref() in self.kept) for t, s, b in zip(tensors, sizes, base, strict=True)]
 
-    def _op(
-        self,
-        chain: Sequence[tf.Operation],
-        measures: Mapping[str, OpCost],
-        where: Mapping[str, int],
-        clobbers: Mapping[str, Sequence[str]],
-    ) -> Op:
+    def _op(self, chain: Sequence[tf.Operation], measures: Mapping[str, OpCost], clobbers: Mapping[str, Sequence[str]]) -> Op:
         first = chain[0]
-        read = dict.fromkeys(s.name for op in chain for s in self._sources(op) if where[s.op.name] != where[first.name])
+        read = dict.fromkeys(s.name for op in chain for s in self._sources(op) if self.where[s.op.name] != self.where[first.name])
         return Op(
             name=first.name,
             inputs=tuple(self.values[n] for n in read),
@@ -274,7 +263,7 @@ class _Builder:
             recomputable=all(self.kinds[op.name] == "op" and self._phase(op) != "optimizer" for op in chain)
             and all(t.dtype != tf.variant for t in (*first.inputs, *first.outputs))
             and not any(t.name in self.reused for t in chain[-1].outputs),
-            clobbered_by=tuple(sorted({where[c] for op in chain for c in clobbers[op.name]})),
+            clobbered_by=tuple(sorted({self.where[c] for op in chain for c in clobbers[op.name]})),
             phase=self._phase(first),
             kind=first.type,
             source=first.name.rpartition("/")[0],

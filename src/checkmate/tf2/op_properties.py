@@ -67,6 +67,9 @@ Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/frame
 FORWARDED_TO = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 """Position of this output, if it is not the first."""
 
+CONSTANT_BYTES = 4096
+"""Results of an op on constants that are no larger are constants too (shapes, axes, scalars)."""
+
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
 
@@ -127,11 +130,6 @@ def output_bytes(op: tf.Operation) -> int:
     return sum(map(tensor_bytes, op.outputs))
 
 
-def makes_constant(op: tf.Operation) -> bool:
-    """Whether the results of an op on constants are small enough to be constants too (shapes, axes, scalars)."""
-    return output_bytes(op) <= 4096
-
-
 def handles(op: tf.Operation) -> tuple[str, ...]:
     """Names of the resource handles (variables) among the inputs of an op."""
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)
@@ -156,6 +154,6 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
     if op.type == "Const" or static_shape_values(op) is not None:
         return "constant"
     variant = any(t.dtype == tf.variant for t in op.outputs)
-    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and makes_constant(op):
+    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and output_bytes(op) <= CONSTANT_BYTES:
         return "constant"
     return "view" if op.type in VIEWS and not variant else "op"

@@ -32,12 +32,12 @@ from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, base_tensor, capture_trace
 from checkmate.tf2.op_properties import (
+    CONSTANT_BYTES,
     EMPTY_LISTS,
     LOOPS,
     OPAQUE,
     estimated,
     is_open,
-    makes_constant,
     output_bytes,
     static_shape_values,
     tensor_bytes,
@@ -128,7 +128,7 @@ def _static_value(tensor: tf.Tensor) -> Any:
     if known is not None:
         return known[tensor.value_index]
     value = tf.get_static_value(tensor)
-    if value is not None or not op.inputs or op.op_def.is_stateful or not makes_constant(op):
+    if value is not None or not op.inputs or op.op_def.is_stateful or output_bytes(op) > CONSTANT_BYTES:
         return value
     values = [_static_value(t) for t in op.inputs]
     if any(v is None for v in values):
