@@ -75,6 +75,17 @@ def test_an_answer_whose_plan_takes_more_is_looked_for_again(own_cache):
     assert again.temp_bytes + again.graph.resident_bytes <= again.budget_bytes
 
 
+def test_the_compiled_bytes_of_a_given_plan_are_compared_with_a_budget(own_cache):
+    """Its planned peak keeps the budget, and what XLA makes of it does not."""
+    first, _ = planned("60%")
+    weights, x = mlp()
+    given = {"plan": first.plan, "budget": first.budget_bytes, "costs": "estimated"}
+    jax.eval_shape(jax.grad(cj.remat(mlp_loss, **given)), weights, x)
+    measured(lambda size_bytes: 10 * size_bytes)
+    with pytest.raises(checkmate.InfeasibleBudgetError, match="the smallest measured peak"):
+        jax.eval_shape(jax.grad(cj.remat(mlp_loss, **given)), weights, x)
+
+
 def test_a_refusal_is_the_same_until_a_plan_fits(own_cache):
     """A refusal in every process names one budget; once a compiled plan keeps the budget, there is none."""
     first, _ = refusal("2%")

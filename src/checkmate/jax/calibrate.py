@@ -208,7 +208,11 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             chosen = compilation if options.plan is None else compilation.of(options.plan)
             wanted = options.budget and options.budget.with_total(options.budget.resolve(graph), graph)
             result = planner_for(replace(options, budget=wanted))(chosen.capture.graph)
-            return _planned(compilation, chosen, result, wanted and result.budget_bytes)
+            planned = _planned(compilation, chosen, result, wanted and result.budget_bytes)
+            needed = fixed_bytes(planned.capture.graph) + (planned.temp_bytes or 0)
+            if planned.budget_bytes is not None and planned.temp_bytes is not None and needed > planned.budget_bytes:
+                raise calibration.refusal(planned.budget_bytes, needed)
+            return planned
         return _answered(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None

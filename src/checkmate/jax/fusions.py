@@ -12,6 +12,7 @@ import jax
 
 from checkmate.cost.store import Store
 from checkmate.frontend import progress
+from checkmate.frontend.plan_store import sources_digest
 from checkmate.jax.graph.capture import Fusions, collectives_of
 from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
 from checkmate.jax.profiler import known_or_made, quickly, signature
@@ -29,7 +30,7 @@ def fusions_of(trace: Trace, boundary: Boundary | None = None) -> Fusions | None
     if collectives_of(equations) or any(eqn.primitive.name == "scan" for eqn in equations):
         return None
     store = Store("fusions", Fusions, "programs are compiled in every process to read what XLA stores")
-    program = f"{signature(trace.equations)} {trace.results}"
+    program = f"{sources_digest()} {signature(trace.equations)} {trace.results}"
     try:
         return known_or_made(store, program, lambda: _compiled(trace, boundary))
     except jax.errors.JaxRuntimeError:  # it has parts for other devices
