@@ -106,7 +106,7 @@ def planned(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
         step = checkmate.tf2.compile(model, loss, optimizer, x, y)
     compile_s = time.perf_counter() - began
     found = observe(step, model, optimizer, x, y)
-    resident, members = step.graph.resident_bytes, step._first.capture.members
+    resident = step.graph.resident_bytes
     ran = {e.name.split(":")[0] for e in trace_events(lambda: step(x, y)) if ":" in e.name}
     return {
         **found,
@@ -118,7 +118,7 @@ def planned(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
         "measured_bytes": found["peak_bytes"],
         "overhead": step.result.overhead,
         "gap": step.result.gap,
-        "planned_remats": sum(len(members[o]) for o in step.plan.order) - sum(map(len, members)),
+        "planned_remats": len(step.plan.order) - len(step.graph.ops),
         "executed_remats": sum(REMAT in name for name in ran),
         "compile_s": compile_s,
     }

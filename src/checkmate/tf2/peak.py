@@ -124,24 +124,25 @@ def _restore(variable: tf.Variable, value: np.ndarray) -> None:
     variable.assign(value)
 
 
-def moving_batches(batch: Sequence[tf.Tensor], largest_bytes: int) -> Iterator[list[tf.Tensor]]:
-    """A batch where it is, twice, then copies without end, behind free chunks of random sizes. A caller may hold the last.
+def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
+    """A batch where it is, twice, then copies without end, at changing places. A caller may hold the last of them.
 
-    Data sets, `fit` and other plans allocate on the CPU between the variables and buffers of the step, and leave free chunks. One
-    that is less than twice as large as a request is handed out whole, which can then change every chunk of the step.
+    `tf.data` allocates on the CPU each sample that it shuffles, and each batch, between the variables and buffers of the step.
+    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave. A data set of up to
+    64 samples is imitated.
     """
     rng = np.random.default_rng(0)
+    samples: list[tf.Tensor] = []
     yield from (list(batch), list(batch))
     while True:
-        found, free = list[tf.Tensor](), list[tf.Tensor]()
-        for tensor in batch:
-            sizes = largest_bytes * 2 ** rng.uniform(-8, 0, rng.integers(3))
-            free += [tf.raw_ops.Empty(shape=[int(size)], dtype=tf.uint8) for size in sizes]
-            found += copies([tensor])
-        free.clear()
-        yield found
+        yield [_rows(t, range(len(t))) if t.shape.rank else t for t in batch]
+        for t in batch:
+            if t.shape.rank:
+                samples += [_rows(t, [int(i)]) for i in rng.permutation(range(len(t)))[:64]]
+        order = rng.permutation(len(samples))[: rng.integers(len(samples) + 1)]
+        samples = [samples[i] for i in order]
 
 
-def copies(batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Copies of the tensors of a batch; a slice would share its buffer."""
-    return [tf.gather(t, tf.range(len(t))) if t.shape.rank else t for t in batch]
+def _rows(tensor: tf.Tensor, rows: Sequence[int]) -> tf.Tensor:
+    """A copy of some rows of a tensor; a slice would share its buffer."""
+    return tf.gather(tensor, tf.constant(rows, tf.int32))

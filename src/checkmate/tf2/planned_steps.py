@@ -32,7 +32,7 @@ from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import available_bytes, copies, default_device, has_memory_stats, moving_batches, peak_of, restored
+from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
 from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
 
@@ -59,7 +59,7 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
+        random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
@@ -70,71 +70,82 @@ class PlannedFunction:
         return self.result.peak_bytes if self.measured_bytes is None else self.measured_bytes
 
 
-@dataclass(eq=False)
-class PlanSearch:
-    """Searches for the cheapest plan whose measured peak keeps a budget.
+def calibrate(
+    capture: Capture,
+    budget: Budget,
+    replan: Callable[[int], Result],
+    batch: Sequence[tf.Tensor],
+    known: PlannedFunction | None = None,
+) -> PlannedFunction:
+    """The cheapest plan found whose measured peak keeps a budget.
 
     TensorFlow allocates other bytes than the live bytes of a plan (docs/decisions/0014). Each plan is therefore run on the flat
-    tensors of a batch. A plan that was measured before counts as the first trial.
+    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. A plan that was measured before counts
+    as the first trial.
+
+    Raises:
+        InfeasibleBudgetError: No plan was measured to keep the budget.
     """
+    policy = Offset(resident_bytes=capture.graph.resident_bytes)
+    search = _Search(capture, budget.resolve(capture.graph), replan, batch, known, policy)
+    if (best := search.run()) is None:
+        raise search.refusal()
+    return best
+
+
+@dataclass(eq=False)
+class _Search:
+    """Searches for the cheapest plan whose measured peak keeps the budget."""
 
     capture: Capture
     budget_bytes: int
-    replan: Callable[[int], Result]  # makes the cheapest plan within an amount of live bytes
+    replan: Callable[[int], Result]
     batch: Sequence[tf.Tensor]
-    known: PlannedFunction | None = None
+    known: PlannedFunction | None
+    policy: Offset
     measured: dict[tuple[int, ...], PlannedFunction] = field(default_factory=dict)  # each plan that was run, by its order
-
-    @property
-    def _policy(self) -> Offset:
-        return Offset(resident_bytes=self.capture.graph.resident_bytes)
+    error: CheckmateError | None = None  # of the last target without a plan
 
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
         """The plan with the smallest planned peak that is found within 20 s, or another one that needed less."""
-        self._run(near_smallest(self.capture.graph, 20.0, self._policy.aim_bytes(self.budget_bytes)))
+        self._run(near_smallest(self.capture.graph, 20.0))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
-    def run(self) -> PlannedFunction:
-        """The cheapest plan that fits with half of the headroom, which another free chunk may take.
-
-        Raises:
-            InfeasibleBudgetError: No plan was measured to fit.
-        """
-        trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self._policy)
+    def run(self) -> PlannedFunction | None:
+        """The cheapest plan that fits with half of the headroom, which another free chunk may take; None if none was found."""
+        trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
         if self.known is not None and self.known.measured_bytes is not None:
             self.measured[self.known.result.plan.order] = self.known
             trials.record(self._try(self.known.result.peak_bytes, self.known.result))
-        error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
-        limit = (self._policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
-        if (best := trials.best(limit)) is not None and best.outcome is not None:
+        self.error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
+        limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
+        if (best := trials.best(limit)) is not None:
             return best.outcome
-        if self.smallest.needed_bytes > limit:
-            raise self._refusal(error)
-        return self.smallest
+        return self.smallest if self.smallest.needed_bytes <= limit else None
 
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
-        """Whether, after three trials, no plan is planned within the aim; the smallest plan is a trial itself if it fits.
+        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
 
-        Chunks can add a third to one plan and nothing to the next: as long as a plan is planned within the aim, others are tried.
+        A smallest plan that does not is a trial itself.
         """
-        if len(trials.trials) < 3:
+        near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
+        if trials.trials[-1].within(int(near)) and tried < 3:
             return False
-        if self.smallest.needed_bytes > self.budget_bytes:
-            return min(p.result.peak_bytes for p in self.measured.values()) > self._policy.aim_bytes(self.budget_bytes)
-        if all(trial.outcome is not self.smallest for trial in trials.trials):
+        hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
+        if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
             trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
-        return False
+        return hopeless
 
-    def _refusal(self, cause: CheckmateError | None) -> InfeasibleBudgetError:
-        """The error if no plan keeps the budget, with a budget that the smallest plan keeps, or the known one."""
-        needed, fixed = self.smallest.needed_bytes, self._policy.resident_bytes
+    def refusal(self) -> InfeasibleBudgetError:
+        """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or the known one."""
+        needed, fixed = self.smallest.needed_bytes, self.policy.resident_bytes
         # More of the step's own bytes: with other free chunks the same plan took up to 16 % more in another process.
         margin = math.ceil(max(0, needed - fixed) / 3)
         if self.known is not None:  # which needs little more in another process
             most = self.known.needed_bytes
             margin = min(margin, most - needed + math.ceil(max(0, most - fixed) / 10))
-        return calibration.refusal(self.budget_bytes, needed, cause, margin)
+        return calibration.refusal(self.budget_bytes, needed, self.error, margin)
 
     def _run(self, result: Result) -> PlannedFunction:
         """A plan as a measured function; each plan is run once."""
@@ -153,7 +164,7 @@ class PlanSearch:
                 "Set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to measure it",
                 *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
-            return Trial.of(target, result, self._policy.aim_bytes(self.budget_bytes), planned)
+            return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), planned)
         return Trial.of(target, result, planned.measured_bytes, planned)
 
 
@@ -166,18 +177,15 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     if not has_memory_stats(device):
         return None
     resident, peaks = capture.graph.resident_bytes, list[int]()
-    largest = max((value.size_bytes for value in capture.graph.values), default=1)
     outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
 
     def step(data: Sequence[tf.Tensor]) -> None:
         nonlocal outputs
-        ahead = copies(data)  # a data set makes the next batch while a step runs
         outputs = function(*data)
-        del ahead
 
     gc.collect()
     with progress.shown("measuring a plan"), grappler_off():
-        for data in itertools.islice(moving_batches(batch, largest), 8):
+        for data in itertools.islice(moving_batches(batch), 8):
             peaks.append(resident + peak_of(functools.partial(step, data), device))
             if limit_bytes is not None and len(peaks) >= 4 and max(peaks) > limit_bytes:
                 break
@@ -265,8 +273,8 @@ class PlannedSteps:
             if options.budget is not None and self.budget_bytes is None:
                 most = 0 if everything is None else everything.needed_bytes
                 self.budget_bytes = budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
-            budget_bytes = self.budget_bytes or budget.resolve(graph)
-            return PlanSearch(captured, budget_bytes, Replanner(graph, options), data, everything).run()
+            budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
+            return calibrate(captured, budget, Replanner(graph, options), data, everything)
 
     def _run_and_check_peak(self, key: tuple[Hashable, tuple[int, ...]], flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         planned, outputs, before = self.planned[key], list[tf.Tensor](), self.monitored_bytes or 0
@@ -286,7 +294,7 @@ class PlannedSteps:
             with contextlib.suppress(InfeasibleBudgetError, tf.errors.ResourceExhaustedError):
                 with restored(planned.capture.trace.variables):
                     replan, known = Replanner(planned.capture.graph, self._options), replace(planned, measured_bytes=peak)
-                    self.planned[key] = PlanSearch(planned.capture, lower, replan, flat, known).run()
+                    self.planned[key] = calibrate(planned.capture, Budget.parse(lower), replan, flat, known)
                 then = f"it is planned again within {format_bytes(lower)}"
         _log.warning(
             "the step needed %s, and the budget is %s: other tensors of this process changed the allocator's free chunks "

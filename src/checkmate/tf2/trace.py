@@ -116,12 +116,14 @@ class Trace:
     @property
     def captured(self) -> dict[str, Any]:
         """Tensors and variable handles captured from outside, by the name of their placeholder."""
-        return {inside.op.name: outside for outside, inside in self.function.graph.captures}
+        names = [t.op.name for t in self.function.inputs]
+        outside = self.function.captured_inputs
+        return dict(zip(names[len(names) - len(outside) :], outside, strict=True))
 
     @property
     def arguments(self) -> list[tf.Tensor]:
         """Placeholders of the batch: inputs, then labels."""
-        return self.function.inputs[: len(self.function.inputs) - len(self.captured)]
+        return self.function.inputs[: len(self.function.inputs) - len(self.function.captured_inputs)]
 
     def phase(self, index: int) -> Phase:
         """Phase of the op at an index of `ops`."""
