@@ -100,8 +100,8 @@ class PlannedProgram:
     ) -> dict[int, Any]:
         """The outputs of an op. Constants, and an input of each equation in `waits`, wait until the newest value is known.
 
-        What reads the newest value later reads it behind the barrier: XLA would store it twice, once for the barrier. What is
-        computed for several ops from the same values is in the program once, in `made`: XLA would merge it, after a long time.
+        Later readers of the newest value read it behind the barrier: XLA would store it twice, once for the barrier. An equation
+        of several ops that reads the same values is in the program once, in `made`: XLA would merge copies, after long.
         """
         local: dict[int, Any] = {v: values[v] for v in {*self.capture.inputs[op]}.union(() if newest is None else (newest,))}
 
@@ -194,10 +194,10 @@ class PlannedProgram:
     def _fenced(self) -> set[int]:
         """Positions at which a run of recomputations begins, or a run of delayed ops, which come later than in the graph.
 
-        In a program that is not exact, a delayed op is fenced if XLA would hold something for it that no op reads any more: by
-        fusing it with what made its inputs. But each fence also prevents fusions, which can cost more bytes and time. From the
-        first recomputation on, a fence also follows each run of ops that make results: nothing waits for a gradient of weights,
-        and XLA would hold what it reads.
+        In a program that is not exact, a delayed op is fenced if XLA would hold something for it that no op reads any more, by
+        fusing it with the makers of its inputs. But each fence also prevents fusions, which can cost more bytes and time. From
+        the first recomputation on, a fence also follows each run of ops that make results: nothing waits for a gradient of
+        weights, and XLA would hold what it reads.
         """
         seen, found = set[int](), set[int]()
         results = set(self.capture.trace.results)

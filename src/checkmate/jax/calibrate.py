@@ -248,7 +248,7 @@ def _answered(compilation: Compilation, options: PlanningOptions, wanted: Budget
 
 
 def _found_before(compilation: Compilation, known: _Answer) -> Planned | None:
-    """A stored plan, checked and simulated again, with its bytes; None if it does not hold, or a plan keeps what was refused."""
+    """A stored plan, checked and simulated, with its bytes; None if it does not hold, or a plan keeps the refused budget."""
     if known.result is None:
         smallest = min(compilation.known.values(), default=0) + fixed_bytes(compilation.capture.graph)
         if smallest <= known.budget_bytes:
