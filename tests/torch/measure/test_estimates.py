@@ -20,6 +20,7 @@ SHAPES = [  # channels, channels of the result, groups, transposed
     (24, 3, 1, False),
     (16, 16, 4, False),
     (16, 8, 1, True),
+    (128, 3, 1, False),
 ]
 
 

@@ -137,11 +137,18 @@ def _of_several(node: fx.Node, given: list[int], made: list[int]) -> int:
 def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
     """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up.
 
-    For types other than float32 it has no kernel on some processors: there they are products of the unfolded input.
+    For types other than float32 it has no kernel on some processors: there they are products of the unfolded input. On others,
+    with AMX, each group has its channels rounded up, and each thread sums gradients of the weight in float32.
     """
     values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
-    return max(blocked, 0 if all(t.dtype is torch.float32 for t in values.values()) else _unfolded(node))
+    if all(t.dtype is torch.float32 for t in values.values()):
+        return 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
+    backward = node.target is aten.convolution_backward.default
+    groups: int = node.args[8 + backward]  # type: ignore[assignment]
+    blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t, groups) for t in values.values())
+    weight: torch.Tensor = node.args[1 + backward].meta["val"]  # type: ignore[union-attr]
+    sums = 4 * concrete(weight.numel()) * _rounded(weight) * -(-16 * groups // min(16 * groups, concrete(weight.shape[0])))
+    return max(blocked + torch.get_num_threads() * (sums + 3 * 2**14), _unfolded(node))
 
 
 def _unfolded(node: fx.Node) -> int:
@@ -153,9 +160,9 @@ def _unfolded(node: fx.Node) -> int:
     return rows.element_size() * math.prod(map(concrete, sizes))
 
 
-def _rounded(value: torch.Tensor) -> int:
-    """Factor by which a blocked layout has more channels, in blocks of 16, as with AVX-512."""
-    channels = concrete(value.shape[1]) if value.dim() > 2 else 16
+def _rounded(value: torch.Tensor, groups: int = 1) -> int:
+    """Factor by which a blocked layout has more channels in each group, in blocks of 16, as with AVX-512."""
+    channels = concrete(value.shape[1]) // groups if value.dim() > 2 else 16
     return -(-16 // channels) if 0 < channels < 16 else 2 if channels % 16 else 1
 
 
