@@ -289,8 +289,8 @@ def points(name: str, time_s: float) -> Iterator[dict[str, Any]]:
         problem = Problem(graph, f"{share}%")
         ours = solved(problem, Auto(), time_s)
         known["sqrt(n)"] = [solved(problem, ChenSqrtN(points=at), time_s) for at in ("articulation", "linearized")]
-        known |= {"greedy": [solved(problem, LocalSearch(decodes=0), time_s)], "ours": [ours]}
-        known["search"] = [solved(problem, LocalSearch(), time_s)]
+        known |= {"greedy": [solved(problem, LocalSearch(decodes=0), time_s)], "search": [solved(problem, LocalSearch(), time_s)]}
+        known["ours"] = [ours]
         known["program"] = by_program(problem, 4 * time_s)
         fitting = {m: [r for r in known[m] if r.plan and r.peak_bytes <= problem.budget_bytes] for m in METHODS if m in known}
         best = {m: min(results, key=lambda result: result.cost) for m, results in fitting.items() if results}

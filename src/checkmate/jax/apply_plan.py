@@ -103,7 +103,8 @@ class PlannedProgram:
         Later readers of the newest value read it behind the barrier: XLA would store it twice, once for the barrier. An equation
         of several ops that reads the same values is in the program once, in `made`: XLA would merge copies, after long.
         """
-        local: dict[int, Any] = {v: values[v] for v in {*self.capture.inputs[op]}.union(() if newest is None else (newest,))}
+        also = () if newest is None else (newest,)
+        local: dict[int, Any] = {v: values[v] for v in (*self.capture.inputs[op], *also)}
 
         def waiting(value: Any) -> Any:
             # In `jax.shard_map` a value that is the same on all devices would vary behind a barrier with one that is not.
@@ -129,7 +130,7 @@ class PlannedProgram:
                 key = id(equation), *map(id, read)
                 made[key] = made.get(key) or (read, equation.computed(local))
                 local.update(made[key][1])
-        return {v: local[v] for v in (*self.capture.outputs[op], *(() if newest is None else (newest,)))}
+        return {v: local[v] for v in (*self.capture.outputs[op], *also)}
 
     def _computed_again(self) -> dict[int, dict[int, int]]:
         """By position: the equations that XLA would merge with earlier ones, each with the input to read behind a barrier."""

@@ -55,6 +55,11 @@ class Planned:
     budget_bytes: int | None
     temp_bytes: int | None  # None if it was not compiled
 
+    @property
+    def needed_bytes(self) -> int | None:
+        """Bytes of arguments, results and temporary values as compiled; None if it was not compiled."""
+        return None if self.temp_bytes is None else fixed_bytes(self.capture.graph) + self.temp_bytes
+
 
 class Figures:
     """The figures of the newest plan of a function or a step."""
@@ -209,9 +214,9 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             wanted = options.budget and options.budget.with_total(options.budget.resolve(graph), graph)
             result = planner_for(replace(options, budget=wanted))(chosen.capture.graph)
             planned = _planned(compilation, chosen, result, wanted and result.budget_bytes)
-            needed = fixed_bytes(planned.capture.graph) + (planned.temp_bytes or 0)
-            if planned.budget_bytes is not None and planned.temp_bytes is not None and needed > planned.budget_bytes:
-                raise calibration.refusal(planned.budget_bytes, needed)
+            needed, limit = planned.needed_bytes, planned.budget_bytes
+            if needed is not None and limit is not None and needed > limit:
+                raise calibration.refusal(limit, needed)
             return planned
         return _answered(compilation, options, options.budget)
     except InfeasibleBudgetError as error:

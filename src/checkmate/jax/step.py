@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import jax
 
-from checkmate.core.budget import Budget, fixed_bytes
+from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.units import Amount
@@ -43,7 +43,7 @@ class PlannedStep(Figures):
     @property
     def peak_bytes(self) -> int | None:
         """Bytes of arguments, results and temporary values as XLA compiled the plan; None if it was not compiled."""
-        return None if self.temp_bytes is None else fixed_bytes(self.graph) + self.temp_bytes
+        return self._newest.needed_bytes
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         """Run the step by its plan.

@@ -141,11 +141,12 @@ def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
     with AMX, each group has its channels rounded up, and each thread sums gradients of the weight in float32.
     """
     values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    if all(t.dtype is torch.float32 for t in values.values()):
-        return 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
+    single = all(t.dtype is torch.float32 for t in values.values())
     backward = node.target is aten.convolution_backward.default
-    groups: int = node.args[8 + backward]  # type: ignore[assignment]
+    groups: int = 1 if single else node.args[8 + backward]  # type: ignore[assignment]
     blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t, groups) for t in values.values())
+    if single:
+        return blocked
     weight: torch.Tensor = node.args[1 + backward].meta["val"]  # type: ignore[union-attr]
     sums = 4 * concrete(weight.numel()) * _rounded(weight) * -(-16 * groups // min(16 * groups, concrete(weight.shape[0])))
     return max(blocked + torch.get_num_threads() * (sums + 3 * 2**14), _unfolded(node))
