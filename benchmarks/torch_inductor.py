@@ -137,7 +137,7 @@ def first_step(name: str, budget: int, time_limit_s: float) -> dict[str, Any]:
 
 def stock(name: str, fraction: float | None) -> Variant:
     """Inductor as it is, or with torch's own budget."""
-    case = build(name)
+    case = steps.with_shared_tensors(name)
     step = steps.stock(case, "inductor", fraction)
     began = time.process_time()
     step()

@@ -80,6 +80,22 @@ def test_the_hinted_budget_works() -> None:
     assert planned[-1][1].peak_bytes <= checkmate.parse_bytes(amount)
 
 
+def test_the_named_budget_works_while_its_refusal_is_handled() -> None:
+    """The frames of a refused compilation would hold its tensors, such as a scalar for each Python number of the program."""
+
+    def loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (0.5 * prediction * (1.0 + torch.tanh(0.8 * prediction)) - target).square().mean()
+
+    x = input_of("dropout", 256)
+    model = mlp(2)
+    options: dict[str, Any] = {"example": (x, x), "time_limit_s": 2}
+    try:
+        checkmate.torch.compile(model, loss, budget="10KiB", **options)
+    except InfeasibleBudgetError as refusal:
+        step = checkmate.torch.compile(model, loss, budget=refusal.smallest_bytes, **options)
+        assert step.result.peak_bytes <= refusal.smallest_bytes
+
+
 def test_a_plan_of_another_graph_is_refused(tmp_path: Path) -> None:
     """A plan is exact for its graph only."""
     model, x = mlp(), input_of("dropout")
