@@ -31,6 +31,19 @@ def test_chains_that_XLA_fuses_are_one_op():
     assert [op.kind for op in graph.ops] == ["tanh", "dot_general", "dot_general"]
 
 
+def test_a_product_and_what_is_written_over_it_are_one_op():
+    """XLA writes a ReLU over the product that it alone reads: the two never exist side by side."""
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def both_read(x):
+        product = x @ x
+        return jax.nn.relu(product) @ product
+
+    graph = cj.capture(lambda x: jax.nn.relu(x @ x) @ x, x, costs="measured")
+    assert [(op.kind, op.workspace_bytes) for op in graph.ops] == [("dot_general", 0)] * 2
+    assert len(cj.capture(both_read, x, costs="estimated").ops) == 3
+
+
 def test_calls_are_inlined():
     """What a nested `jax.jit` computes can be recomputed in parts."""
     inner = jax.jit(lambda x: jnp.sin(x @ x))

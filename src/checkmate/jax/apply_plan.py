@@ -45,7 +45,9 @@ class PlannedProgram:
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
         self._waits = {} if exact else self._in_order(self._computed_again())
         # XLA would make constants that are stored, and each copy of them, when the program begins.
-        stored = (e for chain in capture.members for e in chain if len(chain) == 1 or chain[-1].kind not in FUSED | REDUCTIONS)
+        alone = (chain[0] for chain in capture.members if len(chain) == 1)
+        read = {v for chain in capture.members for e in chain if e.kind not in FUSED | REDUCTIONS for v in e.read}
+        stored = (*alone, *(e for chain in capture.members for e in chain if not read.isdisjoint(e.outputs)))
         self._constant = {id(e) for e in stored if not e.read and e.kind == "broadcast_in_dim"}
         self._varying = set(capture.trace.arguments)
         for read, written in zip(capture.inputs, capture.outputs, strict=True):
@@ -179,7 +181,7 @@ class PlannedProgram:
             read = set(self.capture.inputs[op]).difference(trace.constants)
             if p in self._fences:
                 since.clear()
-            elif chain and chain[-1].kind in POINTWISE:  # XLA may write the output over an input that ends here
+            elif self.capture.graph.ops[op].kind in POINTWISE:  # XLA may write the output over an input that ends here
                 size = trace.size_bytes(self.capture.outputs[op][0])
                 read = {v for v in read if v not in self._last_read[p] & since or trace.size_bytes(v) != size}
             if chain and p not in self._fences and read.isdisjoint(self.capture.outputs[self.order[p - 1]]):
@@ -206,8 +208,8 @@ class PlannedProgram:
         last = {v: p for p, op in enumerate(self.order) for v in self.capture.inputs[op]}
         fusible = [
             (outputs, read)
-            for outputs, read, c in zip(self.capture.outputs, self.capture.inputs, self.capture.members, strict=True)
-            if c and c[-1].kind in FUSED
+            for outputs, read, op in zip(self.capture.outputs, self.capture.inputs, self.capture.graph.ops, strict=True)
+            if op.kind in FUSED
         ]
         behind = {v: set(read).difference(self.capture.trace.arguments) for outputs, read in fusible for v in outputs}
         for p, op in enumerate(self.order):

@@ -7,7 +7,7 @@ that XLA fuses into one loop are one op.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,7 @@ class _Builder:
         self.trace, self.boundary, self.fusions = trace, boundary, fusions
         self.position = {id(equation): i for i, equation in enumerate(trace.equations)}
         self.last_reader = {v: equation for equation in trace.equations for v in equation.read}
+        self.over = set[int]()  # equations that write over an input
         self.results = {v for v in trace.results if isinstance(v, int)}
         self.made = {v for equation in trace.equations for v in equation.outputs} - self.results
         self.phases = phases_of_pair(trace, boundary) if boundary is not None else _phases_of_step(trace)
@@ -216,6 +217,8 @@ class _Builder:
         if not used or self.results.intersection(equation.outputs) or any(map(has_effects, (equation, *used))):
             return {i}
         ends = {head for r in read_by for head in heads[r]}
+        if self._overwritten(i, read_by, ends):
+            return ends
         # A view takes no bytes, and what a result is a view of is computed into the buffer of the result.
         moved = len(used) == 1 and used[0].kind in VIEWS | {"transpose"} and self.results.issuperset(used[0].outputs)
         if equation.kind in VIEWS or moved:
@@ -227,6 +230,16 @@ class _Builder:
         fuse = equation.kind in FUSED and all(e.kind in FUSED | REDUCTIONS for e in used)
         return ends if fuse and (is_broadcast(equation) or len(ends) == 1) else {i}
 
+    def _overwritten(self, i: int, read_by: Sequence[int], ends: Set[int]) -> bool:
+        """Whether the only reader of a product writes its own output over it, and over no product that is made later."""
+        product, reader = self.trace.equations[i], self.trace.equations[read_by[0]]
+        same = self.trace.size_bytes(product.outputs[0]) == self.trace.size_bytes(reader.outputs[0])
+        alone = len(read_by) == 1 and ends == {*read_by} and self.over.isdisjoint(read_by)
+        found = alone and same and product.kind == "dot_general" and reader.kind in POINTWISE
+        found = found and self.phases[id(product)] == self.phases[id(reader)]
+        self.over.update(read_by if found else ())
+        return found
+
     def _op(self, chain: Sequence[Equation], measured: Iterator[OpCost], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         if not chain:
             return Op(BOUNDARY, inputs, outputs, 0, recomputable=False, phase="loss", kind=BOUNDARY)
@@ -234,7 +247,8 @@ class _Builder:
         copies = 0  # of the output, in other layouts, that XLA makes together with it
         if self.fusions is not None and last.kind in FUSED:
             copies = self.fusions.made_bytes.get(self.position[id(last)], 0) - sum(map(self.trace.size_bytes, last.outputs))
-        workspace = max(measure.workspace_bytes, copies)
+        over = self.trace.size_bytes(last.outputs[0]) if self.position[id(last)] in self.over else 0
+        workspace = max(measure.workspace_bytes - over, copies)
         if last.kind == "conv_general_dilated":  # an input that ends here ends once it is copied, before another as large is
             ends = {self.trace.size_bytes(v) for v in last.read if v in self.made and self.last_reader[v] is last}
             workspace -= max((size for size in ends if 2 * size <= workspace), default=0)
@@ -246,7 +260,7 @@ class _Builder:
             workspace_bytes=workspace,
             recomputable=not any(map(has_effects, chain)),
             phase=self.phases[id(chain[-1])],
-            kind=last.kind,
+            kind=next((e.kind for e in chain if e.kind not in FUSED), last.kind),
             source=source_of(last.eqn),
         )
 
