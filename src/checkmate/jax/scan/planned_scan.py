@@ -29,8 +29,9 @@ _log = logging.getLogger("checkmate.jax")
 _MAXTEXT_NAMES = frozenset(
     {"context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mla_q"}
     | {"mla_kv", "moe_mlpwi", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj"}
+    | {"attention_out", "engram", "indexer_cutoff_threshold", "kv_proj"}
 )
-"""Values that MaxText's configuration can save, from ``configs/base.yml`` in 2026."""
+"""Values that MaxText's configuration can save, from all versions of ``configs/base.yml`` up to November 2026."""
 
 
 class Loop:

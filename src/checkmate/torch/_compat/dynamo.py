@@ -45,7 +45,7 @@ class DynamoTransparentError(ShortenTraceback):
         self.error = error
 
     def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        """The carried exception, called by Dynamo; whoever handles it must not hold the tensors of the compilation by it."""
+        """The carried exception; called by Dynamo. Code that handles it must not hold the tensors of the compilation by it."""
         error = self.error
         self.__traceback__ = error.__traceback__ = None  # their frames have the tensors
         vars(self).clear()  # Dynamo has noted its tracer here
