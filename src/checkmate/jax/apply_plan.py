@@ -45,10 +45,10 @@ class PlannedProgram:
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
         self._waits = {} if exact else self._in_order(self._computed_again())
         # XLA would make constants that are stored, and each copy of them, when the program begins.
-        alone = (chain[0] for chain in capture.members if len(chain) == 1)
-        read = {v for chain in capture.members for e in chain if e.kind not in FUSED | REDUCTIONS for v in e.read}
-        stored = (*alone, *(e for chain in capture.members for e in chain if not read.isdisjoint(e.outputs)))
-        self._constant = {id(e) for e in stored if not e.read and e.kind == "broadcast_in_dim"}
+        stored = {v for chain in capture.members for e in chain if e.kind not in FUSED | REDUCTIONS for v in e.read}
+        stored.update(v for chain in capture.members if len(chain) == 1 for v in chain[0].outputs)
+        constants = (e for chain in capture.members for e in chain if not e.read and e.kind == "broadcast_in_dim")
+        self._constant = {id(e) for e in constants if not stored.isdisjoint(e.outputs)}
         self._varying = set(capture.trace.arguments)
         for read, written in zip(capture.inputs, capture.outputs, strict=True):
             self._varying.update(() if self._varying.isdisjoint(read) else written)
@@ -206,12 +206,9 @@ class PlannedProgram:
         results = set(self.capture.trace.results)
         furthest, late_before, made = -1, False, False
         last = {v: p for p, op in enumerate(self.order) for v in self.capture.inputs[op]}
-        fusible = [
-            (outputs, read)
-            for outputs, read, op in zip(self.capture.outputs, self.capture.inputs, self.capture.graph.ops, strict=True)
-            if op.kind in FUSED
-        ]
-        behind = {v: set(read).difference(self.capture.trace.arguments) for outputs, read in fusible for v in outputs}
+        ops = zip(self.capture.graph.ops, self.capture.outputs, self.capture.inputs, strict=True)
+        fused = ((set(read).difference(self.capture.trace.arguments), outputs) for op, outputs, read in ops if op.kind in FUSED)
+        behind = {v: read for read, outputs in fused for v in outputs}
         for p, op in enumerate(self.order):
             read = set[int]().union(
                 *(behind.get(v, ()) for v in self.capture.inputs[op])

@@ -218,6 +218,7 @@ class _Builder:
             return {i}
         ends = {head for r in read_by for head in heads[r]}
         if self._overwritten(i, read_by, ends):
+            self.over.update(read_by)
             return ends
         # A view takes no bytes, and what a result is a view of is computed into the buffer of the result.
         moved = len(used) == 1 and used[0].kind in VIEWS | {"transpose"} and self.results.issuperset(used[0].outputs)
@@ -233,12 +234,15 @@ class _Builder:
     def _overwritten(self, i: int, read_by: Sequence[int], ends: Set[int]) -> bool:
         """Whether the only reader of a product writes its own output over it, and over no product that is made later."""
         product, reader = self.trace.equations[i], self.trace.equations[read_by[0]]
-        same = self.trace.size_bytes(product.outputs[0]) == self.trace.size_bytes(reader.outputs[0])
-        alone = len(read_by) == 1 and ends == {*read_by} and self.over.isdisjoint(read_by)
-        found = alone and same and product.kind == "dot_general" and reader.kind in POINTWISE
-        found = found and self.phases[id(product)] == self.phases[id(reader)]
-        self.over.update(read_by if found else ())
-        return found
+        return (
+            len(read_by) == 1
+            and ends == {*read_by}
+            and self.over.isdisjoint(read_by)
+            and product.kind == "dot_general"
+            and reader.kind in POINTWISE
+            and self.trace.size_bytes(product.outputs[0]) == self.trace.size_bytes(reader.outputs[0])
+            and self.phases[id(product)] == self.phases[id(reader)]
+        )
 
     def _op(self, chain: Sequence[Equation], measured: Iterator[OpCost], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         if not chain:
