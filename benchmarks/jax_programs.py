@@ -1,10 +1,11 @@
 """JAX programs in the shape of public ones within budgets, as their authors would compile them: `jax.jit`, no options.
 
 For each program of `jax_registry.py`: 60 %, 40 % and the fixed bytes plus half of what plain JAX needs above them. The promises
-checked are: compiled bytes of the caller's own program keep the budget; gradients equal those of plain JAX to rounding; a refusal
-names a budget that then works at once; a second process takes at most two seconds more than plain JAX. For programs with
-blocks, also a plan within the bytes of each policy of `jax.checkpoint`, and the processor time of both (with
-`compiler_options()`, without which the policies save nothing). Exit status 1 if a promise breaks.
+checked are: compiled bytes of the caller's own program keep the budget; gradients equal those of plain JAX to rounding (2e-5, or
+what `jit` changes from plain JAX op by op, where that is more); a refusal names a budget that then works at once; a second
+process takes at most two seconds more than plain JAX. For programs with blocks, also a plan within the bytes of each policy of
+`jax.checkpoint`, and the processor time of both (with `compiler_options()`, without which the policies save nothing). Exit
+status 1 if a promise breaks.
 
     python benchmarks/jax_programs.py [--models nanodo wmt] [--time-limit 20] [--rounds 5]
 
@@ -82,8 +83,6 @@ def total_bytes(program: Any) -> int:
 
 def budgets(name: str, time_limit_s: float) -> dict[str, Any]:
     """A program within each budget."""
-    import jax
-
     import checkmate
     import checkmate.jax as cj
     from checkmate.core.budget import fixed_bytes
@@ -118,8 +117,10 @@ def budgets(name: str, time_limit_s: float) -> dict[str, Any]:
             }
             break
         points[budget] = point
-    jax.block_until_ready(expected)
-    return {"temp_bytes": temp, "fixed_bytes": total_bytes(plain) - temp, "plain_s": plain_s, "points": points}
+    found = {"temp_bytes": temp, "fixed_bytes": total_bytes(plain) - temp, "plain_s": plain_s, "points": points}
+    if any(point.get("difference", 0) > ROUNDING for point in points.values()):
+        found["rounding"] = difference(expected, with_gradients(loss, name)(*arguments))
+    return found
 
 
 def policies(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
             continue
         if point["temp_bytes"] > point["budget_bytes"]:
             broken.append(f"{where}: {mib(point['temp_bytes'])} of {mib(point['budget_bytes'])}")
-        if not point["difference"] <= ROUNDING:
+        if not point["difference"] <= max(ROUNDING, row.get("rounding", 0)):
             broken.append(f"{where}: gradients differ by {point['difference']:.1g}")
         if abs(math.log(point["planned_bytes"] / point["temp_bytes"])) > WITHIN:
             broken.append(f"{where}: planned {mib(point['planned_bytes'])}, compiled {mib(point['temp_bytes'])}")
