@@ -2,8 +2,9 @@
 
 For each program: keeping everything by the plan, 60 %, 40 % and the fixed bytes plus half of what the plan that keeps
 everything needs above them, each in a process of its own. The promises checked are: the measured peak keeps the budget, the
-weights after some steps are those of keeping everything, to the bit, and a refusal names a budget that then works. Times are
-processor times. Exit status 1 if a promise breaks.
+weights after some steps are those of keeping everything, to the bit, and a refusal names a budget that then works. Programs of
+blocks also run under `tf.recompute_grad` and `keras.RematScope`, and by a plan within the bytes that each of these takes, which
+may be 3 % slower. Times are processor times. Exit status 1 if a promise breaks.
 
     python benchmarks/keras_programs.py [--models mnist_convnet lstm] [--time-limit 20]
 
@@ -13,6 +14,7 @@ Programs that are not named keep their rows of the last run.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, mib
+from fresh import ROOT, by_model, mib
+
+sys.path.insert(0, str(ROOT))
 
 COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 HALF = "half"
 BUDGETS = ("60%", "40%", HALF)
 PLAN_S = 60.0
+WITH_BLOCKS = ("xception", "vit", "mixer", "mini_gpt", "conv1d", "nerf", "densenet")
+RIVALS = ("recompute_grad", "RematScope")
+SLOWER = 1.03
 SOURCES: dict[str, str] = {}
 PROGRAMS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {}
 
@@ -410,34 +417,74 @@ def row(name: str, ask: Callable[..., Any]) -> dict[str, Any]:
         points[budget] = ask(name, asked)
         if named := points[budget].get("named_bytes"):
             points[budget] |= {"retried": ask(name, str(named))}
-    return {"source": SOURCES[name], "whole": whole, "plain": ask(name, ""), "points": points}
+    found = {"source": SOURCES[name], "whole": whole, "plain": ask(name, ""), "points": points}
+    for how in RIVALS if name in WITH_BLOCKS else ():
+        theirs = ask(name, "", how)
+        found[how] = theirs if "error" in theirs else theirs | {"ours": ask(name, str(theirs["peak_bytes"]))}
+    return found
 
 
-def run(name: str, time_limit_s: float, _rounds: int, budget: str = "") -> dict[str, Any]:
-    """Child: some steps of `fit`, within a budget or as Keras runs them."""
+def rival(name: str, how: str) -> tuple[Any, Any, Any]:
+    """A program whose blocks are computed again by one of the ways of TensorFlow and Keras."""
+    import keras
+    import tensorflow as tf
+    from tf2_peaks import cut
+
+    if how == "RematScope":
+        with keras.RematScope(mode="full"):
+            return PROGRAMS[name]()
+    model, x, y = PROGRAMS[name]()
+    pieces = cut(model)
+    runs = [tf.recompute_grad(lambda t, piece=piece: piece(t, training=True)) for piece in pieces]
+
+    class Pieces(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces = pieces
+
+        def call(self, x: Any) -> Any:
+            for run in runs:
+                x = run(x)
+            return x
+
+    again = Pieces()
+    again.compile(optimizer="adam", loss=model.loss)
+    return again, x, y
+
+
+def run(name: str, time_limit_s: float, _rounds: int, budget: str = "", how: str = "") -> dict[str, Any]:
+    """Child: some steps of `fit`, within a budget, as Keras runs them, or by another way to compute again."""
     import keras
 
     import checkmate
     import checkmate.keras
+    from tests.keras.points import Peaks
 
     keras.utils.set_random_seed(0)
-    model, x, y = PROGRAMS[name]()
+    model, x, y = rival(name, how) if how else PROGRAMS[name]()
     examples = len(x[0] if isinstance(x, list) else x)
     fit: dict[str, Any] = {"batch_size": examples, "verbose": 0, "shuffle": False}
     amount = int(budget) if budget.isdigit() else budget
     planned: Any = checkmate.keras.fit_within(model, amount, time_limit_s=time_limit_s) if budget else None
-    began = time.process_time()
+    began, peaks = time.process_time(), Peaks()
     try:
         model.fit(x, y, epochs=1, **fit)
     except checkmate.InfeasibleBudgetError as error:
         return {"refused": error.message, "named_bytes": error.smallest_bytes}
+    except Exception as error:
+        if not how:
+            raise
+        return {"error": str(error).splitlines()[0]}
     first_s = time.process_time() - began
-    model.fit(x, y, epochs=3, **fit)  # the first four steps are monitored, which takes time
-    began = time.process_time()
-    model.fit(x, y, epochs=4, **fit)
-    step_s = (time.process_time() - began) / 4
+    model.fit(x, y, epochs=3, callbacks=[peaks], **fit)  # the first four steps are monitored, which takes time
+    took: list[float] = []
+    for _ in range(3):
+        began = time.process_time()
+        model.fit(x, y, epochs=4, **fit)
+        took.append((time.process_time() - began) / 4)
     digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in model.variables)).hexdigest()[:16]
-    found = {"first_s": first_s, "step_s": step_s, "digest": digest}
+    held = sum(variable.numpy().nbytes for variable in (*model.variables, *model.optimizer.variables))
+    found = {"first_s": first_s, "step_s": min(took), "digest": digest, "peak_bytes": held + max(peaks.bytes[1:])}
     if planned is None:
         return found
     graph = planned._steps.planned
@@ -460,6 +507,11 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
             broken.append(f"{where}: other bits than keeping everything")
         if point["first_s"] > PLAN_S:
             broken.append(f"{where}: the first step took {point['first_s']:.0f} s")
+    for how in RIVALS:
+        if ours := row.get(how, {}).get("ours"):
+            slower = ours.get("step_s", math.inf) / row[how]["step_s"]
+            if slower > SLOWER:
+                broken.append(f"{name} beside {how}: {ours.get('refused', f'{slower:.3f} of its time')}")
     return broken
 
 

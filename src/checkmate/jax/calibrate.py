@@ -343,14 +343,19 @@ class _Programs:
             raise failure
         return min(found, key=lambda result: result.cost)
 
-    def smallest(self, enough_bytes: int) -> Result:
-        """A plan of nearly the smallest peak; a search ends if its plan takes at most some bytes."""
-        loops = self.plain.loops.stacked_bytes
-        graph = (self._add(self.plain.saving(0)) if loops else self.by_graph[self.plain.capture.graph.digest][1]).graph
-        whole, found = (
-            keep_everything(graph),
-            near_smallest(graph, (self._options.time_limit_s or TIME_LIMIT_S) / 4, enough_bytes),
-        )
+    def smallest(self, enough_bytes: int, *, alike: bool = False) -> Result:
+        """A plan of nearly the smallest peak; a search ends if its plan takes at most some bytes.
+
+        Measured costs differ from process to process, and the budget that a refusal names must not: they are estimated, or all
+        ops cost alike, which gives another of many plans with this peak.
+        """
+        chosen = self.plain.saving(0) if self.plain.loops.stacked_bytes else self.plain
+        graph = self._add(chosen).graph
+        costs = (int(alike) or (estimated_ns(chain) if chain else 0) for chain in chosen.capture.members)
+        ops = tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(graph.ops, costs, strict=True))
+        time_s = (self._options.time_limit_s or TIME_LIMIT_S) / 4
+        found = evaluate(graph, near_smallest(msgspec.structs.replace(graph, ops=ops), time_s, enough_bytes).plan)
+        whole = keep_everything(graph)
         # Fences take bytes too: recomputations that save hardly any are left out.
         fixed = fixed_bytes(graph)
         fewer = found.peak_bytes - fixed < 0.97 * (whole.peak_bytes - fixed)
@@ -419,9 +424,10 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
         return Trial.of(target_bytes, result, needed, result)
 
     calibration.calibrate(trials, replan, compiled)
-    if trials.best() is None:
-        smallest = smallest or programs.smallest(budget)
-        trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
+    for alike in (False, True):
+        if trials.best() is None and len(trials.trials) <= policy.most_trials:
+            smallest = programs.smallest(0, alike=alike)
+            trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
     if trials.best() is None:
         # Fall back on plans compiled before, like one that an earlier refusal named; they have no bound.
         for known, _ in programs.by_graph.values():

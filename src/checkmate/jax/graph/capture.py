@@ -6,6 +6,7 @@ that XLA fuses into one loop are one op.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -178,11 +179,12 @@ class _Builder:
         """By result: bytes of the value that its buffer holds at the peak of keeping everything, before the result is made."""
         made = {v: p for p, outputs in enumerate(writes) for v in outputs}
         last = made | {v: p for p, inputs in enumerate(reads) for v in inputs if v in made}
-        size, live = self.trace.size_bytes, [0] * len(writes)
+        size, change = self.trace.size_bytes, [0] * (len(writes) + 1)
         for v in made.keys() - self.results:
-            for p in range(made[v], last[v] + 1):
-                live[p] += size(v)
-        peak = max(range(len(live)), key=live.__getitem__, default=0)
+            change[made[v]] += size(v)
+            change[last[v] + 1] -= size(v)
+        live = [*itertools.accumulate(change)]
+        peak = max(range(len(live)), key=live.__getitem__)
         free, found = sorted(self.results.intersection(made), key=lambda v: (size(v), made[v])), dict[int, int]()
         # XLA places the largest values first, each in the smallest buffer that is free while it lives.
         for v in sorted((v for v in made.keys() - self.results if made[v] <= peak <= last[v]), key=lambda v: (-size(v), v)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core.primitives import remat_p
 
-from checkmate.jax._compat import as_array, bind, opened, traced_as, varying_axes, without_unread
+from checkmate.jax._compat import as_array, bind, opened, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -113,8 +114,8 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
         types.extend(v.aval for v in variables)
         return range(len(types) - len(variables), len(types))
 
-    def inline(closed: Any, given: Sequence[Source] | None = None) -> tuple[Sequence[Source], list[Source]]:
-        """Arguments and results of a jaxpr; its equations are appended."""
+    def inline(closed: Any, given: Sequence[Source] | None = None, instead: Any = None) -> tuple[Sequence[Source], list[Source]]:
+        """Arguments and results of a jaxpr; its equations are appended, with the names and settings of one that they replace."""
         jaxpr, values = opened(closed)
         numbers = numbered(jaxpr.constvars)
         constants.update(zip(numbers, values, strict=True))
@@ -122,14 +123,17 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
         known: dict[Any, Source] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *arguments), strict=True))
         for eqn in jaxpr.eqns:
             inputs = tuple(v if isinstance(v, Literal) else known[v] for v in eqn.invars)
+            if instead is not None:
+                eqn = eqn.replace(source_info=instead.source_info, ctx=instead.ctx)
             if eqn.primitive.name == "concatenate":  # XLA reads the parts of a part
                 axis, pairs = eqn.params["dimension"], zip(eqn.invars, inputs, strict=True)
                 parts[len(types), axis] = read = [p for v, s in pairs for p in parts.get((s, axis), [(v, s)])]
                 eqn, inputs = eqn.replace(invars=[v for v, _ in read]), tuple(s for _, s in read)
-            body = eqn.params.get(calls.get(eqn.primitive.name, "")) or _as_xla_runs(eqn)
+            call = eqn.params.get(calls.get(eqn.primitive.name, ""))
+            body = call or _as_xla_runs(eqn)
             if body is None:
                 inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
-            outputs = inlined[-1].outputs if body is None else inline(body, inputs)[1]
+            outputs = inlined[-1].outputs if body is None else inline(body, inputs, None if call else eqn)[1]
             known.update(zip(eqn.outvars, outputs, strict=True))
         return arguments, [v if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
@@ -142,35 +146,34 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 
 def _as_xla_runs(eqn: Any) -> Any:
     """A jaxpr that computes the same with slices, broadcasts, and products that copy no operand; None for most equations."""
-    avals, name = [v.aval for v in eqn.invars], eqn.primitive.name
+    avals, name = tuple(v.aval for v in eqn.invars), eqn.primitive.name
     spread = name in POINTWISE and len({a.shape for a in avals} - {()}) > 1  # an operand has an axis of size 1
     rule = {"dot_general": _product, "split": _slices}.get(name, _broadcasts if spread else None)
     if rule is None or any(any(a.sharding.spec) or varying_axes(a) for a in avals if hasattr(a, "sharding")):
         return None
+    return _traced(rule, eqn.primitive, tuple(eqn.params.items()), avals)
 
-    def run(*operands: Any) -> Any:
-        with traced_as(eqn):
-            return rule(eqn, operands)
 
-    closed = jax.make_jaxpr(run)(*avals)
+@functools.cache  # layers are alike
+def _traced(rule: Callable[..., Any], primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[Any, ...]) -> Any:
+    closed = jax.make_jaxpr(functools.partial(rule, primitive, dict(params)))(*avals)
     return closed if len(opened(closed)[0].eqns) > 1 else None  # alone, it is such a product
 
 
-def _broadcasts(eqn: Any, operands: Sequence[Any]) -> Any:
-    shape = eqn.outvars[0].aval.shape
+def _broadcasts(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     read = [jax.lax.broadcast_in_dim(x, shape, range(x.ndim)) if x.ndim == len(shape) else x for x in operands]
-    return eqn.primitive.bind(*read, **eqn.params)
+    return primitive.bind(*read, **params)
 
 
-def _slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    (array,) = operands
-    pairs = itertools.pairwise(itertools.accumulate(eqn.params["sizes"], initial=0))
-    return [jax.lax.slice_in_dim(array, start, stop, axis=eqn.params["axis"]) for start, stop in pairs]
+def _slices(_: Any, params: dict[str, Any], array: Any) -> list[Any]:
+    pairs = itertools.pairwise(itertools.accumulate(params["sizes"], initial=0))
+    return [jax.lax.slice_in_dim(array, start, stop, axis=params["axis"]) for start, stop in pairs]
 
 
-def _product(eqn: Any, operands: Sequence[Any]) -> Any:
+def _product(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
     """A product of arrays whose batch axes come first, with one contracted axis next to them or last."""
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = params["dimension_numbers"]
     read, axes = list(operands), contracted
     if pairs := sorted(zip(*contracted, strict=True)):
         axes = ()
@@ -181,7 +184,7 @@ def _product(eqn: Any, operands: Sequence[Any]) -> Any:
             size, end = math.prod(array.shape[d] for d in own), at + len(own)
             read[k], axes = jax.lax.reshape(moved, (*moved.shape[:at], size, *moved.shape[end:])), (*axes, (at,))
         batch = (tuple(range(len(batch[0]))),) * 2
-    return eqn.primitive.bind(*read, **eqn.params | {"dimension_numbers": (axes, batch)})
+    return primitive.bind(*read, **params | {"dimension_numbers": (axes, batch)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
