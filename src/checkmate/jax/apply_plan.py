@@ -174,9 +174,13 @@ class PlannedProgram:
         return found
 
     def _in_order(self, found: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
-        """The same with an input of each op that need not wait for the op before it: XLA orders them as it likes."""
+        """The same with an input of each op that need not wait for the op before it: XLA orders them as it likes.
+
+        A program as it is keeps the order of XLA.
+        """
         trace, since = self.capture.trace, set[int]()  # values made since the last fence
-        for p in range(1 if self._fences else len(self.order), len(self.order)):
+        ordered = bool(self._fences) or any(later < op for op, later in itertools.pairwise(self.order))
+        for p in range(1 if ordered else len(self.order), len(self.order)):
             op, chain = self.order[p], self.capture.members[self.order[p]]
             read = set(self.capture.inputs[op]).difference(trace.constants)
             if p in self._fences:
