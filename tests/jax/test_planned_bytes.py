@@ -11,9 +11,13 @@ import pytest
 
 import checkmate.jax as cj
 from checkmate.core.budget import fixed_bytes
+from checkmate.core.plan import Plan
+from checkmate.cost.store import OpCost
 from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.calibrate import temp_bytes
 from checkmate.jax.fusions import _read
-from checkmate.jax.graph.trace import trace_flat
+from checkmate.jax.graph.capture import capture_trace
+from checkmate.jax.graph.trace import as_called, trace_flat
 from tests.jax.networks import difference
 
 
@@ -151,3 +155,17 @@ def test_one_fence_follows_the_gradients_of_a_layer(own_cache):
     jax.jit(jax.value_and_grad(planned)).lower(layers, normal(512, 32))
     again = len(planned.plan.order) - len(planned.graph.ops)
     assert 0 < len(PlannedProgram(planned._planned.capture, planned.plan)._fences) < again + len(layers) / 2
+
+
+def test_a_plan_without_recomputations_keeps_its_order():
+    """XLA would compute what is delayed as early as it likes; here the first product is read last."""
+
+    def function(x, w, v):
+        return (x @ w) @ v, (x @ (w + 1)) @ v
+
+    trace = trace_flat(function, normal(256, 64), normal(64, 4096), normal(4096, 8))
+    capture = capture_trace(trace, lambda chains: [OpCost(1, 0)] * len(chains))
+    kinds = [op.kind for op in capture.graph.ops]
+    assert kinds == ["dot_general", "dot_general", "add", "dot_general", "dot_general"]
+    program = PlannedProgram(capture, Plan.from_order(capture.graph, (0, 2, 3, 1, 4)))
+    assert temp_bytes(*as_called(program, trace, None)) >= 2 * 256 * 4096 * 4
