@@ -4,8 +4,8 @@ For each program of `jax_registry.py`: 60 %, 40 % and the fixed bytes plus half 
 checked are: compiled bytes of the caller's own program keep the budget; gradients equal those of plain JAX to rounding (2e-5, or
 what `jit` changes from plain JAX op by op, where that is more); a refusal names a budget that then works at once; a second
 process takes at most two seconds more than plain JAX. For programs with blocks, also a plan within the bytes of each policy of
-`jax.checkpoint`, and the processor time of both (with `compiler_options()`, without which the policies save nothing). Exit
-status 1 if a promise breaks.
+`jax.checkpoint`, which saves nothing without `compiler_options()`, and the processor time of both. Exit status 1 if a promise
+breaks.
 
     python benchmarks/jax_programs.py [--models nanodo wmt] [--time-limit 20] [--rounds 5]
 
@@ -145,7 +145,7 @@ def policies(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
             jax_registry.PROGRAMS[name](lambda block: block)[0], budget=total_bytes(theirs), time_limit_s=time_limit_s
         )
         try:
-            ours, _ = compiled(jax.value_and_grad(planned), arguments, options)
+            ours, _ = compiled(jax.value_and_grad(planned), arguments)
         except checkmate.InfeasibleBudgetError as error:
             found[policy] = {"temp_bytes": theirs.memory_analysis().temp_size_in_bytes, "refused": str(error).split("\n")[0]}
             continue

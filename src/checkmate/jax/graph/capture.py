@@ -18,7 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import scopes_of, source_of
-from checkmate.jax.graph.trace import POINTWISE, Boundary, Equation, Trace, type_bytes, types_from_outside
+from checkmate.jax.graph.trace import POINTWISE, Boundary, Equation, Trace, table_bytes, type_bytes, types_from_outside
 
 VIEWS = frozenset({"expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "squeeze"})
 """Primitives whose output is the same bytes in the same order."""
@@ -171,7 +171,8 @@ class _Builder:
         ]
         # Arguments, constants and results; tangents are values of the graph.
         resident = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
-        resident_bytes = sum(map(self.trace.size_bytes, resident)) - donated_bytes - sum(lent.values())
+        resident_bytes = sum(map(self.trace.size_bytes, resident)) + table_bytes(len(self.trace.results))
+        resident_bytes -= donated_bytes + sum(lent.values())
         graph = Graph(tuple(ops), tuple(values), resident_bytes=resident_bytes, name=name)
         return Capture(graph, self.trace, tuple(members), tuple(writes), tuple(reads), self.boundary, self.fusions)
 

@@ -249,6 +249,11 @@ def type_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
+def table_bytes(results: int) -> int:
+    """Bytes of XLA's table of pointers to the results of a program; a single result needs none."""
+    return 8 * results if results > 1 else 0
+
+
 def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
     """The equations without repetitions of earlier ones, like the mean of a layer that its variance computes once more.
 

@@ -19,7 +19,7 @@ from checkmate.frontend.options import CostSource, parsed
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.calibrate import temp_bytes
-from checkmate.jax.graph.trace import Pure, is_inexact, type_bytes, with_derivative
+from checkmate.jax.graph.trace import Pure, is_inexact, table_bytes, type_bytes, with_derivative
 from checkmate.jax.profiler import cost_source
 from checkmate.jax.scan.choices import Arrangement, Choices, Layers
 from checkmate.jax.scan.groups import LayerGroup, Naming, run_groups
@@ -74,7 +74,8 @@ class Loop:
         results = jax.eval_shape(self._flat((LayerGroup(layers=length, names=()),)), *arrays)  # JAX refuses what is no body
         tangents = [spec for spec in results if is_inexact(spec)]
         self._specs = [*arrays, *tangents]
-        self.fixed_bytes = sum(map(type_bytes, (*self._specs, *results, *(arrays[i] for i in self._wanted))))
+        made = [*results, *(arrays[i] for i in self._wanted)]
+        self.fixed_bytes = sum(map(type_bytes, (*self._specs, *made))) + table_bytes(len(made))
         offered = None if names is None or names == "own" else tuple(names)
         choices = Choices(one.arrays, FlatFunction(self.naming.with_names(None), one), cost_source(costs), offered)
         carry_bytes = sum(map(type_bytes, Arguments.of(given[:1], {}).arrays))
