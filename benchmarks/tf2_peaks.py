@@ -141,7 +141,7 @@ def recompute_grad(name: str) -> dict[str, Any]:
     pieces = cut(model)
     if len(pieces) < 2:
         return {"peak_bytes": None, "time_s": None, "digest": None, "pieces": len(pieces)}
-    runs = [tf.recompute_grad(lambda t, piece=piece: piece(t, training=True)) for piece in pieces]
+    runs = recomputed(pieces)
     compare = keras.losses.get(loss)
 
     @tf.function(autograph=False)
@@ -156,6 +156,13 @@ def recompute_grad(name: str) -> dict[str, Any]:
         return prediction, value
 
     return {**observe(step, model, optimizer, x, y), "pieces": len(pieces)}
+
+
+def recomputed(pieces: list[Any]) -> list[Callable[[Any], Any]]:
+    """Pieces of a network in training, each computed again for its gradient."""
+    import tensorflow as tf
+
+    return [tf.recompute_grad(lambda t, piece=piece: piece(t, training=True)) for piece in pieces]
 
 
 def cut(model: Any) -> list[Any]:

@@ -178,9 +178,10 @@ class PlannedProgram:
 
         A program as it is keeps the order of XLA.
         """
+        if all(op < later for op, later in itertools.pairwise(self.order)):
+            return found
         trace, since = self.capture.trace, set[int]()  # values made since the last fence
-        ordered = bool(self._fences) or any(later < op for op, later in itertools.pairwise(self.order))
-        for p in range(1 if ordered else len(self.order), len(self.order)):
+        for p in range(1, len(self.order)):
             op, chain = self.order[p], self.capture.members[self.order[p]]
             read = set(self.capture.inputs[op]).difference(trace.constants)
             if p in self._fences:

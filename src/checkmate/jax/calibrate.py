@@ -426,8 +426,8 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     calibration.calibrate(trials, replan, compiled)
     for alike in (False, True):
         if trials.best() is None and len(trials.trials) <= policy.most_trials:
-            smallest = programs.smallest(0, alike=alike)
-            trials.record(Trial.of(budget, smallest, resident + programs.of(smallest).temp_bytes(smallest), smallest))
+            least = programs.smallest(0, alike=alike)
+            trials.record(Trial.of(budget, least, resident + programs.of(least).temp_bytes(least), least))
     if trials.best() is None:
         # Fall back on plans compiled before, like one that an earlier refusal named; they have no bound.
         for known, _ in programs.by_graph.values():
