@@ -1,10 +1,11 @@
 """Keras programs of `keras_models.py` by `model.fit` within budgets.
 
-For each program: keeping everything by the plan, 60 %, 40 % and the fixed bytes plus half of what the plan that keeps
-everything needs above them, each in a process of its own. The promises checked are: the measured peak keeps the budget, the
-weights after some steps are those of keeping everything, to the bit, and a refusal names a budget that then works. Programs of
-blocks also run under `tf.recompute_grad` and `keras.RematScope`, and by a plan within the bytes that each of these takes, which
-may be 3 % slower. Times are processor times. Exit status 1 if a promise breaks.
+For each program: keeping everything by the plan, 60 %, 40 % and the fixed bytes plus half of what the plan that keeps everything
+needs above them, each in a process of its own, on epochs of four batches. The promises checked are: the measured peak keeps the
+budget, in every step as a callback of Keras sees it too, the weights after some steps are those of keeping everything, to the
+bit, and a refusal names a budget that then works. Programs of blocks also run under `tf.recompute_grad` and `keras.RematScope`,
+and by a plan within the bytes that each of these takes, which may be 3 % slower. Times are processor times. Exit status 1 if a
+promise breaks.
 
     python benchmarks/keras_programs.py [--models mnist_convnet lstm] [--time-limit 20]
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 HALF = "half"
 BUDGETS = ("60%", "40%", HALF)
+BATCHES = 4
 PLAN_S = 60.0
 RIVALS = ("recompute_grad", "RematScope")
 SLOWER = 1.03
@@ -86,6 +88,7 @@ def rival(name: str, how: str) -> tuple[Any, Any, Any]:
 def run(name: str, time_limit_s: float, _rounds: int, budget: str = "", how: str = "") -> dict[str, Any]:
     """Child: some steps of `fit`, within a budget, as Keras runs them, or by another way to compute again."""
     import keras
+    import numpy as np
 
     import checkmate
     import checkmate.keras
@@ -93,7 +96,9 @@ def run(name: str, time_limit_s: float, _rounds: int, budget: str = "", how: str
 
     keras.utils.set_random_seed(0)
     model, x, y = rival(name, how) if how else PROGRAMS[name]()
-    examples = len(x[0] if isinstance(x, list) else x)
+    examples = len(y)
+    taken = np.random.default_rng(3).permutation(np.arange(BATCHES * examples) % examples)
+    x, y = [each[taken] for each in x] if isinstance(x, list) else x[taken], y[taken]
     fit: dict[str, Any] = {"batch_size": examples, "verbose": 0, "shuffle": False}
     amount = int(budget) if budget.isdigit() else budget
     planned: Any = checkmate.keras.fit_within(model, amount, time_limit_s=time_limit_s) if budget else None
@@ -107,15 +112,15 @@ def run(name: str, time_limit_s: float, _rounds: int, budget: str = "", how: str
             raise
         return {"error": str(error).splitlines()[0]}
     first_s = time.process_time() - began
-    model.fit(x, y, epochs=3, callbacks=[peaks], **fit)  # the first four steps are monitored, which takes time
+    model.fit(x, y, epochs=3, callbacks=[peaks], **fit)
     took: list[float] = []
     for _ in range(3):
         began = time.process_time()
-        model.fit(x, y, epochs=4, **fit)
-        took.append((time.process_time() - began) / 4)
+        model.fit(x, y, **fit)
+        took.append((time.process_time() - began) / BATCHES)
     digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in model.variables)).hexdigest()[:16]
     held = sum(variable.numpy().nbytes for variable in (*model.variables, *model.optimizer.variables))
-    found = {"first_s": first_s, "step_s": min(took), "digest": digest, "peak_bytes": held + max(peaks.bytes[1:])}
+    found = {"first_s": first_s, "step_s": min(took), "digest": digest, "peak_bytes": held + max(peaks.bytes)}
     if planned is None:
         return found
     graph = planned._steps.planned
@@ -133,8 +138,8 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
         if "refused" in point:
             broken.append(f"{where}: {point['refused']}")
             continue
-        if point["measured_bytes"] > point["budget_bytes"]:
-            broken.append(f"{where}: measured {mib(point['measured_bytes'])} of {mib(point['budget_bytes'])}")
+        if (taken := max(point["measured_bytes"], point["peak_bytes"])) > point["budget_bytes"]:
+            broken.append(f"{where}: measured {mib(taken)} of {mib(point['budget_bytes'])}")
         if point["digest"] != row["whole"]["digest"]:
             broken.append(f"{where}: other bits than keeping everything")
         if point["first_s"] > PLAN_S:

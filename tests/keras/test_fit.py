@@ -16,6 +16,7 @@ from checkmate import InfeasibleBudgetError, OptionError
 from checkmate.core.units import format_at_least
 from checkmate.keras import PlannedFit, capture, fit_within
 from checkmate.tf2._compat import grappler_off
+from tests.keras.points import Peaks
 from tests.tf2.steps import forgetful
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")  # of Keras
@@ -336,6 +337,21 @@ def test_a_share_of_100_percent_always_works():
     model.fit(x, y, batch_size=32, verbose=0, shuffle=False)
     assert [result.overhead for result in planned.results] == [1.0, 1.0]
     assert planned.budget_bytes == planned.measured_bytes
+
+
+def test_batches_that_a_data_set_makes_ahead_are_within_the_budget():
+    """It makes them while a step runs: the first step of each epoch took the bytes of three batches more than planned."""
+    inputs = h = keras.Input((512,))
+    for _ in range(6):
+        h = layers.Dense(256, activation="gelu")(h)
+    model = keras.Model(inputs, layers.Dense(10, activation="softmax")(h))
+    compiled(model, metrics=None)
+    x, y, peaks = RNG.normal(size=(2048, 512)).astype("float32"), RNG.integers(0, 10, 2048), Peaks()
+    planned = fit_within(model, "70%", time_limit_s=2)
+    model.fit(x, y, batch_size=512, epochs=4, verbose=0, callbacks=[peaks])
+    held = sum(v.numpy().nbytes for v in (*model.variables, *model.optimizer.variables))
+    assert planned.budget_bytes is not None
+    assert held + max(peaks.bytes[1:]) <= planned.budget_bytes  # the first step plans
 
 
 class Allocating(keras.Model):

@@ -64,7 +64,7 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
     before = [v.numpy() for v in model.variables]
     step = checkmate.tf2.compile(model, loss, optimizer, x, y, budget=budget, time_limit_s=time_limit_s)
     untouched = all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.variables, strict=True))
-    resident = step.graph.resident_bytes
+    resident, members = step.graph.resident_bytes, step._first.capture.members
     seen: list[Any] = []
     peaks: list[int] = []
 
@@ -90,7 +90,7 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
         "untouched": untouched,
         "overhead": step.result.overhead,
         "gap": step.result.gap,
-        "planned_remats": len(step.plan.order) - len(step.graph.ops),
+        "planned_remats": sum(len(members[o]) for o in step.plan.order) - sum(map(len, members)),
         "executed_remats": sum(REMAT in n for n in ran),
         "differs": {},
         "estimated_digest": estimated_digest(name),

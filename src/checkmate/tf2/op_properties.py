@@ -44,16 +44,31 @@ KERNEL_RANDOM = frozenset(
 """Random ops whose generator state is in the kernel (GuardedPhiloxRandom) and cannot be saved and restored."""
 
 FORWARDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Pow", "SquaredDifference"), (0, 1)),
-    **dict.fromkeys(("Abs", "Exp", "Log", "Neg", "Reciprocal", "Rsqrt", "Sign", "Sqrt", "Square", "Tanh"), (0,)),
+    **dict.fromkeys(
+        ("Add", "AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Pow", "SquaredDifference"), (0, 1)
+    ),
+    **dict.fromkeys(("EluGrad", "LeakyReluGrad", "ReluGrad", "Relu6Grad", "RsqrtGrad", "SeluGrad", "SigmoidGrad"), (0, 1)),
+    **dict.fromkeys(("SoftplusGrad", "SoftsignGrad", "SqrtGrad", "TanhGrad", "Xdivy", "Xlogy"), (0, 1)),
+    **dict.fromkeys(("Abs", "Cos", "Erf", "Exp", "Expm1", "Log", "Log1p", "Neg", "Reciprocal", "Rsqrt", "Sigmoid", "Sign"), (0,)),
+    **dict.fromkeys(("Sin", "Sqrt", "Square", "Tanh", "Elu", "LeakyRelu", "Relu", "Relu6", "Selu", "Softplus", "Softsign"), (0,)),
+    **dict.fromkeys(("BiasAdd", "ClipByValue", "LogSoftmax", "Softmax"), (0,)),
     "AddN": (0, 1, 2, 3, 4, 5, 6, 7),
+    "Select": (1, 2),
     "SelectV2": (1, 2),
+    "SparseSoftmaxCrossEntropyWithLogits": (0,),
+    "SoftmaxCrossEntropyWithLogits": (0,),
 }
-"""For ops of optimizers, positions of the inputs whose buffer a kernel reuses for its output if nothing else references it.
+"""Positions of the inputs whose buffer a kernel reuses for its output if nothing else references it.
 
 Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/framework/op_kernel.h).
 ``tests/tf2/test_op_properties.py`` checks entries against TensorFlow's trace of allocations.
 """
+
+FORWARDED_TO = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
+"""Position of this output, if it is not the first."""
+
+CONSTANT_BYTES = 4096
+"""Results of an op on constants that are no larger are constants too (shapes, axes, scalars)."""
 
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
@@ -115,11 +130,6 @@ def output_bytes(op: tf.Operation) -> int:
     return sum(map(tensor_bytes, op.outputs))
 
 
-def makes_constant(op: tf.Operation) -> bool:
-    """Whether the results of an op on constants are small enough to be constants too (shapes, axes, scalars)."""
-    return output_bytes(op) <= 4096
-
-
 def handles(op: tf.Operation) -> tuple[str, ...]:
     """Names of the resource handles (variables) among the inputs of an op."""
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)
@@ -144,6 +154,6 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
     if op.type == "Const" or static_shape_values(op) is not None:
         return "constant"
     variant = any(t.dtype == tf.variant for t in op.outputs)
-    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and makes_constant(op):
+    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and output_bytes(op) <= CONSTANT_BYTES:
         return "constant"
     return "view" if op.type in VIEWS and not variant else "op"

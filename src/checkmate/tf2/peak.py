@@ -1,11 +1,12 @@
-"""Measures the peak of allocated memory while a function runs: a step on restored variables and moving batches, for example."""
+"""Measures the peak of allocated memory while a function runs: a step on restored variables, for example."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,22 @@ def peak_of(fn: Callable[[], object], device: str) -> int:
     return tf.config.experimental.get_memory_info(device)["peak"] - before
 
 
+def allocated_bytes(device: str) -> int:
+    """Bytes that are allocated now; 0 if TensorFlow reports no memory statistics."""
+    return tf.config.experimental.get_memory_info(device)["current"] if has_memory_stats(device) else 0
+
+
+def settled_bytes(device: str, quiet_s: float) -> int:
+    """Allocated bytes once they were the same for some seconds, or after a minute."""
+    began = since = time.monotonic()
+    found = allocated_bytes(device)
+    while (now := time.monotonic()) < min(since + quiet_s, began + 60):
+        time.sleep(quiet_s / 10)
+        if (latest := allocated_bytes(device)) != found:
+            found, since = latest, now
+    return found
+
+
 def reserve(size_bytes: int) -> None:
     """Let the allocator of a CPU take memory from the system at once: what is left of its regions is handed out too large."""
     device = default_device()
@@ -124,25 +141,6 @@ def _restore(variable: tf.Variable, value: np.ndarray) -> None:
     variable.assign(value)
 
 
-def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
-    """A batch where it is, twice, then copies without end, at changing places. A caller may hold the last of them.
-
-    `tf.data` allocates on the CPU each sample that it shuffles, and each batch, between the variables and buffers of the step.
-    A chunk of the step is up to twice as large as requested, depending on the free chunks that these leave. A data set of up to
-    64 samples is imitated.
-    """
-    rng = np.random.default_rng(0)
-    samples: list[tf.Tensor] = []
-    yield from (list(batch), list(batch))
-    while True:
-        yield [_rows(t, range(len(t))) if t.shape.rank else t for t in batch]
-        for t in batch:
-            if t.shape.rank:
-                samples += [_rows(t, [int(i)]) for i in rng.permutation(range(len(t)))[:64]]
-        order = rng.permutation(len(samples))[: rng.integers(len(samples) + 1)]
-        samples = [samples[i] for i in order]
-
-
-def _rows(tensor: tf.Tensor, rows: Sequence[int]) -> tf.Tensor:
-    """A copy of some rows of a tensor; a slice would share its buffer."""
-    return tf.gather(tensor, tf.constant(rows, tf.int32))
+def copied(tensor: tf.Tensor) -> tf.Tensor:
+    """A copy of a tensor of a batch; a slice would share its buffer. A scalar is itself."""
+    return tf.gather(tensor, tf.range(len(tensor))) if tensor.shape.rank else tensor

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import math
 import operator
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
+import msgspec
 import tensorflow as tf
 
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
@@ -31,8 +32,17 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, ne
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
-from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import available_bytes, default_device, has_memory_stats, moving_batches, peak_of, restored
+from checkmate.tf2.op_properties import KERNEL_RANDOM, tensor_bytes
+from checkmate.tf2.peak import (
+    allocated_bytes,
+    available_bytes,
+    copied,
+    default_device,
+    has_memory_stats,
+    peak_of,
+    restored,
+    settled_bytes,
+)
 from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
 
@@ -59,7 +69,7 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for op in self.capture.members)
+        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
         return replace(
             self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
         )
@@ -70,41 +80,24 @@ class PlannedFunction:
         return self.result.peak_bytes if self.measured_bytes is None else self.measured_bytes
 
 
-def calibrate(
-    capture: Capture,
-    budget: Budget,
-    replan: Callable[[int], Result],
-    batch: Sequence[tf.Tensor],
-    known: PlannedFunction | None = None,
-) -> PlannedFunction:
-    """The cheapest plan found whose measured peak keeps a budget.
+@dataclass(eq=False)
+class PlanSearch:
+    """Searches for the cheapest plan whose measured peak keeps a budget.
 
     TensorFlow allocates other bytes than the live bytes of a plan (docs/decisions/0014). Each plan is therefore run on the flat
-    tensors of a batch. ``replan`` makes the cheapest plan within an amount of live bytes. A plan that was measured before counts
-    as the first trial.
-
-    Raises:
-        InfeasibleBudgetError: No plan was measured to keep the budget.
+    tensors of a batch. A plan that was measured before counts as the first trial.
     """
-    policy = Offset(resident_bytes=capture.graph.resident_bytes)
-    search = _Search(capture, budget.resolve(capture.graph), replan, batch, known, policy)
-    if (best := search.run()) is None:
-        raise search.refusal()
-    return best
-
-
-@dataclass(eq=False)
-class _Search:
-    """Searches for the cheapest plan whose measured peak keeps the budget."""
 
     capture: Capture
     budget_bytes: int
-    replan: Callable[[int], Result]
+    replan: Callable[[int], Result]  # makes the cheapest plan within an amount of live bytes
     batch: Sequence[tf.Tensor]
-    known: PlannedFunction | None
-    policy: Offset
+    known: PlannedFunction | None = None
     measured: dict[tuple[int, ...], PlannedFunction] = field(default_factory=dict)  # each plan that was run, by its order
-    error: CheckmateError | None = None  # of the last target without a plan
+
+    @property
+    def _policy(self) -> Offset:
+        return Offset(resident_bytes=self.capture.graph.resident_bytes)
 
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
@@ -112,40 +105,42 @@ class _Search:
         self._run(near_smallest(self.capture.graph, 20.0))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
 
-    def run(self) -> PlannedFunction | None:
-        """The cheapest plan that fits with half of the headroom, which another free chunk may take; None if none was found."""
-        trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self.policy)
+    def run(self) -> PlannedFunction:
+        """The cheapest plan that fits with half of the headroom, which another free chunk may take.
+
+        Raises:
+            InfeasibleBudgetError: No plan was measured to fit.
+        """
+        trials: Calibration[PlannedFunction | None] = Calibration(self.budget_bytes, self._policy)
         if self.known is not None and self.known.measured_bytes is not None:
             self.measured[self.known.result.plan.order] = self.known
             trials.record(self._try(self.known.result.peak_bytes, self.known.result))
-        self.error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
-        limit = (self.policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
-        if (best := trials.best(limit)) is not None:
+        error = calibration.calibrate(trials, self.replan, self._try, lambda: self._hopeless(trials))
+        limit = (self._policy.aim_bytes(self.budget_bytes) + self.budget_bytes) // 2
+        if (best := trials.best(limit)) is not None and best.outcome is not None:
             return best.outcome
-        return self.smallest if self.smallest.needed_bytes <= limit else None
+        if self.smallest.needed_bytes > limit:
+            raise self._refusal(error)
+        return self.smallest
 
     def _hopeless(self, trials: Calibration[PlannedFunction | None]) -> bool:
-        """Whether another trial is not worth its time: the smallest plan exceeds the budget, by a tenth or after three trials.
+        """Whether, after three trials, no plan is planned within the aim; the smallest plan is a trial itself if it fits.
 
-        A smallest plan that does not is a trial itself.
+        Chunks can add a third to one plan and nothing to the next: as long as a plan is planned within the aim, others are tried.
         """
-        near, tried = self.budget_bytes + 0.1 * max(0, self.budget_bytes - self.policy.resident_bytes), len(trials.trials)
-        if trials.trials[-1].within(int(near)) and tried < 3:
+        if len(trials.trials) < 3:
             return False
-        hopeless = self.smallest.needed_bytes > (near if tried < 3 else self.budget_bytes)
-        if not hopeless and all(trial.outcome is not self.smallest for trial in trials.trials):
+        if self.smallest.needed_bytes > self.budget_bytes:
+            return min(p.result.peak_bytes for p in self.measured.values()) > self._policy.aim_bytes(self.budget_bytes)
+        if all(trial.outcome is not self.smallest for trial in trials.trials):
             trials.record(self._try(self.smallest.result.peak_bytes, self.smallest.result))
-        return hopeless
+        return False
 
-    def refusal(self) -> InfeasibleBudgetError:
-        """The error to raise if no plan keeps the budget, with a budget that the smallest plan keeps, or the known one."""
-        needed, fixed = self.smallest.needed_bytes, self.policy.resident_bytes
-        # More of the step's own bytes: with other free chunks the same plan took up to 16 % more in another process.
-        margin = math.ceil(max(0, needed - fixed) / 3)
-        if self.known is not None:  # which needs little more in another process
-            most = self.known.needed_bytes
-            margin = min(margin, most - needed + math.ceil(max(0, most - fixed) / 10))
-        return calibration.refusal(self.budget_bytes, needed, self.error, margin)
+    def _refusal(self, cause: CheckmateError | None) -> InfeasibleBudgetError:
+        """The error if no plan keeps the budget, with a budget that the smallest plan keeps."""
+        needed, fixed = self.smallest.needed_bytes, self._policy.resident_bytes
+        margin = math.ceil(max(0, needed - fixed) / 10)  # other free chunks in another process
+        return calibration.refusal(self.budget_bytes, needed, cause, margin)
 
     def _run(self, result: Result) -> PlannedFunction:
         """A plan as a measured function; each plan is run once."""
@@ -164,7 +159,7 @@ class _Search:
                 "Set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to measure it",
                 *(default_device(), format_bytes(result.peak_bytes), format_bytes(self.budget_bytes)),
             )
-            return Trial.of(target, result, self.policy.aim_bytes(self.budget_bytes), planned)
+            return Trial.of(target, result, self._policy.aim_bytes(self.budget_bytes), planned)
         return Trial.of(target, result, planned.measured_bytes, planned)
 
 
@@ -185,7 +180,9 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
 
     gc.collect()
     with progress.shown("measuring a plan"), grappler_off():
-        for data in itertools.islice(moving_batches(batch), 8):
+        data = batch
+        for number in range(8):
+            data = batch if number < 2 else [*map(copied, data)]  # at another place, as a data set's next batch
             peaks.append(resident + peak_of(functools.partial(step, data), device))
             if limit_bytes is not None and len(peaks) >= 4 and max(peaks) > limit_bytes:
                 break
@@ -203,6 +200,7 @@ class PlannedSteps:
         self.planned: dict[tuple[Hashable, tuple[int, ...]], PlannedFunction] = {}
         self.budget_bytes: int | None = None  # a share, such as "70%", refers to the first batch
         self.monitored_bytes: int | None = None  # largest peak of the monitored steps, resident bytes included
+        self.ahead_bytes = 0  # of batches that a data set makes ahead
         self._trace, self._options, self._name = trace, options, name
         self._keeps_everything = options.budget is not None and options.budget.keeps_everything
         self._sizes: dict[Hashable, Callable[[Sequence[tf.Tensor]], tuple[int, ...]]] = {}  # of signatures with such sizes
@@ -231,6 +229,8 @@ class PlannedSteps:
             trace = next((planned.capture.trace for key, planned in before if key[0] == signature), None) or self._trace(specs)
             data = [*map(synthetic, trace.arguments)] if batch is None else batch
             captured = capture_with_costs(trace, "measured", self._name, data)
+            resident = captured.graph.resident_bytes + self.ahead_bytes
+            captured = replace(captured, graph=msgspec.structs.replace(captured.graph, resident_bytes=resident))
             planned = self._planned(captured, data)
         if before:
             shapes, peak = [tensor.shape for tensor in data], format_bytes(planned.result.peak_bytes)
@@ -273,12 +273,13 @@ class PlannedSteps:
             if options.budget is not None and self.budget_bytes is None:
                 most = 0 if everything is None else everything.needed_bytes
                 self.budget_bytes = budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=most)
-            budget = budget.with_total(self.budget_bytes or budget.resolve(graph))
-            return calibrate(captured, budget, Replanner(graph, options), data, everything)
+            budget_bytes = self.budget_bytes or budget.resolve(graph)
+            return PlanSearch(captured, budget_bytes, Replanner(graph, options), data, everything).run()
 
     def _run_and_check_peak(self, key: tuple[Hashable, tuple[int, ...]], flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         planned, outputs, before = self.planned[key], list[tf.Tensor](), self.monitored_bytes or 0
-        peak = planned.capture.graph.resident_bytes + peak_of(lambda: outputs.extend(_run(planned, flat)), default_device())
+        resident = planned.capture.graph.resident_bytes - self.ahead_bytes  # some batches are made ahead while the step runs
+        peak = resident + peak_of(lambda: outputs.extend(_run(planned, flat)), default_device())
         self.monitored_bytes = max(peak, before)
         if self.budget_bytes is not None and peak > max(before, self.budget_bytes):  # each excess is reported once
             self._plan_again(key, flat, peak)
@@ -294,7 +295,7 @@ class PlannedSteps:
             with contextlib.suppress(InfeasibleBudgetError, tf.errors.ResourceExhaustedError):
                 with restored(planned.capture.trace.variables):
                     replan, known = Replanner(planned.capture.graph, self._options), replace(planned, measured_bytes=peak)
-                    self.planned[key] = calibrate(planned.capture, Budget.parse(lower), replan, flat, known)
+                    self.planned[key] = PlanSearch(planned.capture, lower, replan, flat, known).run()
                 then = f"it is planned again within {format_bytes(lower)}"
         _log.warning(
             "the step needed %s, and the budget is %s: other tensors of this process changed the allocator's free chunks "
@@ -328,7 +329,7 @@ class PlannedTrainFunction:
         logs: Any = None
         for number in range(self._model.steps_per_execution):
             try:
-                data = next(iterator)
+                data = next(iterator) if self.steps.planned else self._first(iterator)
             except StopIteration:
                 if number == 0:
                     raise
@@ -336,6 +337,16 @@ class PlannedTrainFunction:
             specs, flat = _batch(data)
             logs = self.steps([specs], flat)
         return logs
+
+    def _first(self, iterator: Any) -> Any:
+        """The first batch. What the data set keeps allocated then, batches made ahead for example, counts as resident."""
+        before, began = allocated_bytes(default_device()), time.monotonic()
+        data = next(iterator)
+        after = settled_bytes(default_device(), max(0.05, 2 * (time.monotonic() - began)))
+        batch = sum(map(tensor_bytes, _batch(data)[1]))
+        self.steps.ahead_bytes = batch * math.ceil(max(0, after - before - batch) / max(1, batch))
+        _log.info("the data set keeps %s beside the first batch", format_bytes(self.steps.ahead_bytes))
+        return data
 
 
 def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:

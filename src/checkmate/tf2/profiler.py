@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Value
 from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
@@ -31,12 +32,12 @@ from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
 from checkmate.tf2.capture import Capture, base_tensor, capture_trace
 from checkmate.tf2.op_properties import (
+    CONSTANT_BYTES,
     EMPTY_LISTS,
     LOOPS,
     OPAQUE,
     estimated,
     is_open,
-    makes_constant,
     output_bytes,
     static_shape_values,
     tensor_bytes,
@@ -127,7 +128,7 @@ def _static_value(tensor: tf.Tensor) -> Any:
     if known is not None:
         return known[tensor.value_index]
     value = tf.get_static_value(tensor)
-    if value is not None or not op.inputs or op.op_def.is_stateful or not makes_constant(op):
+    if value is not None or not op.inputs or op.op_def.is_stateful or output_bytes(op) > CONSTANT_BYTES:
         return value
     values = [_static_value(t) for t in op.inputs]
     if any(v is None for v in values):
@@ -170,9 +171,12 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
     The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored
     afterwards, unless an earlier process has measured the same graph, and no size depends on the data.
     """
-    members, graph = capture.members, capture.graph
+    members, graph = [chain[0] for chain in capture.members], capture.graph
     unsized = [o for o, op in enumerate(members) if any(map(is_open, (*op.inputs, *op.outputs)))]
-    opaque = sorted({*unsized, *(o for o, op in enumerate(members) if op.type in OPAQUE)})
+    # oneDNN's kernel of `MaxPoolGrad` in a graph, for example, needs no workspace, and the one that runs alone does.
+    own = keep_all_bytes(graph) - graph.resident_bytes
+    large = [o for o, op in enumerate(graph.ops) if 100 * op.workspace_bytes > own]
+    opaque = sorted({*unsized, *large, *(o for o, op in enumerate(members) if op.type in OPAQUE)})
     if not opaque or not has_memory_stats(default_device()):
         return capture
     store = Store("opaque ops", _OpaqueCost, "loops and nested functions are measured again in every process")
@@ -192,6 +196,12 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
     for o, key in keys.items():
         cost, workspace_bytes, retained = known[key]
         ops[o] = msgspec.structs.replace(ops[o], cost=cost, workspace_bytes=workspace_bytes)
+        if o not in unsized:
+            # For its gradient, oneDNN's kernel of `MaxPool` puts out indices that the op does not have.
+            more = retained - sum(values[v].size_bytes for v in ops[o].outputs)
+            if more > 0 and members[o].type not in OPAQUE and values[v := ops[o].outputs[0]].base is None:
+                values[v] = msgspec.structs.replace(values[v], size_bytes=values[v].size_bytes + more)
+            continue
         outputs = [(v, t) for v, t in zip(ops[o].outputs, members[o].outputs, strict=True) if values[v].base is None]
         unknown = [v for v, t in outputs if is_open(t)]
         retained = max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t)))
@@ -213,7 +223,7 @@ def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: i
     A list that a loop is given, and returns at the same position, is the same list. What a loop of the forward pass keeps for the
     backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
     """
-    op, node = capture.members[o], capture.graph.ops[o]
+    op, node = capture.members[o][0], capture.graph.ops[o]
     owners = {values[v].name: v if values[v].base is None else values[v].base for v in node.inputs}
     bases = [base_tensor(t, capture.kinds) for t in op.inputs]
     given = [None if b.op.type in EMPTY_LISTS else owners.get(b.name) for b in bases]
@@ -276,7 +286,7 @@ def _owners(capture: Capture, opaque: Sequence[int], events: Sequence[TraceEvent
     """The op to which each event belongs, or None, by its name: the op's or a name of a node in the op's function."""
     # All names of the trace: an op in the scope of a loop, like its counter, need not be in the loop.
     named: dict[str, int | None] = {f"{IMPORTED}/{op.name}": None for op in capture.trace.ops}
-    named.update({f"{IMPORTED}/{capture.members[o].name}": o for o in opaque})
+    named.update({f"{IMPORTED}/{op.name}": o for o in opaque for op in capture.members[o]})
     found: list[int | None] = []
     for event in events:
         name = str(event.stats.get("tf_op") or "") if event.name.startswith("Memory") else event.name.rpartition(":")[0]

@@ -258,8 +258,8 @@ def capture(
 ) -> Graph:
     """The graph of a training step; `checkmate.write` writes it to a file.
 
-    The step does not run, unless it has loops or nested functions: their allocations are measured in two steps, with all
-    variables saved before and restored afterwards.
+    The step does not run, unless it has loops, nested functions or ops with large workspaces: their allocations are measured in
+    two steps, with all variables saved before and restored afterwards.
 
     Args:
         model: A built Keras model, as in `compile`.

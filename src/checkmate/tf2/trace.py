@@ -116,14 +116,12 @@ class Trace:
     @property
     def captured(self) -> dict[str, Any]:
         """Tensors and variable handles captured from outside, by the name of their placeholder."""
-        names = [t.op.name for t in self.function.inputs]
-        outside = self.function.captured_inputs
-        return dict(zip(names[len(names) - len(outside) :], outside, strict=True))
+        return {inside.op.name: outside for outside, inside in self.function.graph.captures}
 
     @property
     def arguments(self) -> list[tf.Tensor]:
         """Placeholders of the batch: inputs, then labels."""
-        return self.function.inputs[: len(self.function.inputs) - len(self.function.captured_inputs)]
+        return self.function.inputs[: len(self.function.inputs) - len(self.captured)]
 
     def phase(self, index: int) -> Phase:
         """Phase of the op at an index of `ops`."""
