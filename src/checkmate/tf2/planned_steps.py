@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import math
 import operator
@@ -36,9 +37,9 @@ from checkmate.tf2.op_properties import KERNEL_RANDOM, tensor_bytes
 from checkmate.tf2.peak import (
     allocated_bytes,
     available_bytes,
-    copied,
     default_device,
     has_memory_stats,
+    moving_batches,
     peak_of,
     restored,
     settled_bytes,
@@ -172,6 +173,7 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     if not has_memory_stats(device):
         return None
     resident, peaks = capture.graph.resident_bytes, list[int]()
+    largest = max((value.size_bytes for value in capture.graph.values), default=1)
     outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
 
     def step(data: Sequence[tf.Tensor]) -> None:
@@ -180,9 +182,7 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
 
     gc.collect()
     with progress.shown("measuring a plan"), grappler_off():
-        data = batch
-        for number in range(8):
-            data = batch if number < 2 else [*map(copied, data)]  # at another place, as a data set's next batch
+        for data in itertools.islice(moving_batches(batch, largest), 8):
             peaks.append(resident + peak_of(functools.partial(step, data), device))
             if limit_bytes is not None and len(peaks) >= 4 and max(peaks) > limit_bytes:
                 break
