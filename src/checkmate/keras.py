@@ -133,8 +133,8 @@ def fit_within(model: keras.Model, budget: Amount | Budget, **options: Unpack[Co
 
     Args:
         model: A compiled model on the TensorFlow or JAX backend of Keras. It can have its own `train_step`.
-        budget: Largest allowed peak on the device during a step, with variables, optimizer slots and batch: ``"8GiB"``, a number
-            of bytes, or a share of the whole step of the first batch, such as ``"70%"``.
+        budget: Largest allowed peak on the device during a step, with variables, optimizer slots, batch and what a data set keeps
+            there: ``"8GiB"``, a number of bytes, or a share of the whole step of the first batch, such as ``"70%"``.
         options: The options below, by name.
         solver: A solver or its name; `checkmate.Auto` by default.
         time_limit_s: Seconds of wall time for planning one shape of a batch, 30 by default, or None for no limit.
