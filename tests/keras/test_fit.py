@@ -291,6 +291,8 @@ def test_a_budget_that_no_plan_keeps_is_an_error_of_fit():
         model.fit(dataset(), shuffle=False, verbose=0)
     assert caught.value.smallest_bytes is not None  # what the hint names, and not the peak without its margin
     assert f"raise the budget to at least {format_at_least(caught.value.smallest_bytes)}" in caught.value.hint
+    assert caught.value.__notes__ == ["This is for a batch of (5, 16, 16, 3), (5,)."]
+    assert caught.value.binding_op in str(caught.value)
     assert [v.numpy().tobytes() for v in model.variables] == before
 
 
@@ -365,6 +367,22 @@ class Allocating(keras.Model):
         logs = super().train_step(data)
         tf.py_function(lambda: tf.size(tf.zeros([self.extra.pop() if self.extra else 0])), [], tf.int32)
         return logs
+
+
+def test_a_share_of_100_percent_is_what_the_steps_take():
+    """Steps took more than was measured, and nothing said so."""
+    inputs = keras.Input((64,))
+    model = Allocating(inputs, layers.Dense(10, activation="softmax")(inputs))
+    compiled(model, optimizer="sgd", metrics=None)
+    x, y = RNG.normal(size=(512, 64)).astype("float32"), RNG.integers(0, 10, 512)
+    planned = fit_within(model, "100%", time_limit_s=1)
+    model.fit(x, y, batch_size=512, verbose=0)
+    before = planned.budget_bytes
+    assert before is not None
+    model.extra.append(500_000)
+    model.fit(x, y, batch_size=512, verbose=0)
+    assert planned.budget_bytes == planned.measured_bytes
+    assert planned.budget_bytes > before + 1_000_000
 
 
 def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):

@@ -102,6 +102,8 @@ def refusal(
     if smallest_bytes is not None:
         found = f"the smallest measured peak is {format_bytes(smallest_bytes)} ({smallest_bytes - limit_bytes:+} bytes)"
     enough = None if smallest_bytes is None else smallest_bytes + margin_bytes
+    binding_op = getattr(cause, "binding_op", "")
+    found += f"; {binding_op} sets the floor of all plans" if binding_op else ""
     raised = "" if enough is None else f" to at least {format_at_least(enough)}"
     return InfeasibleBudgetError(
         f"no plan was measured to keep the budget of {format_bytes(limit_bytes)}: {found}",
@@ -109,7 +111,7 @@ def refusal(
         budget_bytes=limit_bytes,
         floor_bytes=getattr(cause, "floor_bytes", 0),
         smallest_bytes=enough,
-        binding_op=getattr(cause, "binding_op", ""),
+        binding_op=binding_op,
     )
 
 

@@ -72,20 +72,14 @@ def peak_of(fn: Callable[[], object], device: str) -> int:
     return tf.config.experimental.get_memory_info(device)["peak"] - before
 
 
-def allocated_bytes(device: str) -> int:
-    """Bytes that are allocated now; 0 if TensorFlow reports no memory statistics."""
-    return tf.config.experimental.get_memory_info(device)["current"] if has_memory_stats(device) else 0
-
-
-def settled_bytes(device: str, quiet_s: float) -> int:
-    """Allocated bytes once they were the same for some seconds, or after a minute."""
+def wait_until_quiet(device: str, quiet_s: float) -> None:
+    """Wait until the allocated bytes were the same for some seconds, for at most a minute."""
     began = since = time.monotonic()
-    found = allocated_bytes(device)
+    found = 0
     while (now := time.monotonic()) < min(since + quiet_s, began + 60):
-        time.sleep(quiet_s / 10)
-        if (latest := allocated_bytes(device)) != found:
+        if (latest := tf.config.experimental.get_memory_info(device)["current"]) != found:
             found, since = latest, now
-    return found
+        time.sleep(quiet_s / 10)
 
 
 def reserve(size_bytes: int) -> None:
@@ -104,7 +98,8 @@ def _small_places() -> list[tf.Tensor]:
     The allocator takes the smallest chunk that is large enough. A scalar that stays, such as a metric, would otherwise divide a
     large free chunk, and half of it is then handed out whole: one in a network for digits made a plan of 30.8 MB take 38.
     """
-    pairs = [[tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for size in (place, 1)] for place in 512 * [256] + 64 * [4096]]
+    sizes = 512 * [256] + 64 * [4096] + 16 * [65536]
+    pairs = [[tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for size in (place, 1)] for place in sizes]
     return [kept for _, kept in pairs]
 
 

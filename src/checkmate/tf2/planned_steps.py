@@ -35,14 +35,13 @@ from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM, tensor_bytes
 from checkmate.tf2.peak import (
-    allocated_bytes,
     available_bytes,
     default_device,
     has_memory_stats,
     moving_batches,
     peak_of,
     restored,
-    settled_bytes,
+    wait_until_quiet,
 )
 from checkmate.tf2.profiler import capture_with_costs, synthetic
 from checkmate.tf2.trace import Trace, trace_step
@@ -219,7 +218,7 @@ class PlannedSteps:
             self.plan(specs, flat)
             key = self._key(specs, flat)
         planned = self.planned[key]
-        outputs = self._run_and_check_peak(key, flat) if self._is_counted(planned) else _run(planned, flat)
+        outputs = _run(planned, flat) if planned.measured_bytes is None else self._run_and_check_peak(key, flat)
         return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
 
     def plan(self, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> None:
@@ -231,11 +230,15 @@ class PlannedSteps:
             captured = capture_with_costs(trace, "measured", self._name, data)
             resident = captured.graph.resident_bytes + self.ahead_bytes
             captured = replace(captured, graph=msgspec.structs.replace(captured.graph, resident_bytes=resident))
-            planned = self._planned(captured, data)
+            try:
+                planned = self._planned(captured, data)
+            except InfeasibleBudgetError as error:
+                error.add_note(f"This is for a batch of {', '.join(str(tensor.shape) for tensor in data)}.")
+                raise
         if before:
             shapes, peak = [tensor.shape for tensor in data], format_bytes(planned.result.peak_bytes)
             _log.info("another shape of a batch was planned: %s, peak %s", shapes, peak)
-        if self._is_counted(planned) and (sizes := data_sizes(captured)) is not None:
+        if planned.measured_bytes is not None and not self._keeps_everything and (sizes := data_sizes(captured)) is not None:
             self._sizes[signature] = sizes
         self.planned[self._key(specs, data)] = planned
 
@@ -247,10 +250,6 @@ class PlannedSteps:
                 sizes = self._sizes[signature](flat)
         as_large = (key for key in self.planned if key[0] == signature and all(map(operator.le, sizes, key[1])))
         return next(as_large, (signature, sizes))
-
-    def _is_counted(self, planned: PlannedFunction) -> bool:
-        """Whether the peak of each step is compared with the budget."""
-        return planned.measured_bytes is not None and not self._keeps_everything
 
     def _planned(self, captured: Capture, data: Sequence[tf.Tensor]) -> PlannedFunction:
         """The function of the given plan, of the cheapest plan within the budget, or of keeping everything."""
@@ -281,7 +280,9 @@ class PlannedSteps:
         resident = planned.capture.graph.resident_bytes - self.ahead_bytes  # some batches are made ahead while the step runs
         peak = resident + peak_of(lambda: outputs.extend(_run(planned, flat)), default_device())
         self.monitored_bytes = max(peak, before)
-        if self.budget_bytes is not None and peak > max(before, self.budget_bytes):  # each excess is reported once
+        if self._keeps_everything:  # whatever that takes
+            self.budget_bytes = max(peak, self.budget_bytes or 0)
+        elif self.budget_bytes is not None and peak > max(before, self.budget_bytes):  # each excess is reported once
             self._plan_again(key, flat, peak)
         return outputs
 
@@ -339,14 +340,21 @@ class PlannedTrainFunction:
         return logs
 
     def _first(self, iterator: Any) -> Any:
-        """The first batch. What the data set keeps allocated then, batches made ahead for example, counts as resident."""
-        before, began = allocated_bytes(default_device()), time.monotonic()
-        data = next(iterator)
-        after = settled_bytes(default_device(), max(0.05, 2 * (time.monotonic() - began)))
-        batch = sum(map(tensor_bytes, _batch(data)[1]))
-        self.steps.ahead_bytes = batch * math.ceil(max(0, after - before - batch) / max(1, batch))
-        _log.info("the data set keeps %s beside the first batch", format_bytes(self.steps.ahead_bytes))
-        return data
+        """The first batch. What the data set allocates beside it, batches made ahead for example, counts as resident."""
+        device, data = default_device(), list[Any]()
+
+        def take() -> None:
+            began = time.monotonic()
+            data.append(next(iterator))
+            wait_until_quiet(device, max(0.05, 2 * (time.monotonic() - began)))
+
+        if not has_memory_stats(device):
+            return next(iterator)
+        taken = peak_of(take, device)
+        batch = max(1, sum(map(tensor_bytes, _batch(data[0])[1])))
+        self.steps.ahead_bytes = batch * math.ceil(max(0, taken - batch) / batch)  # equal in equal runs
+        _log.info("the data set allocates %s beside the first batch", format_bytes(self.steps.ahead_bytes))
+        return data[0]
 
 
 def _batch(data: Any) -> tuple[Any, list[tf.Tensor]]:
