@@ -352,7 +352,8 @@ class PlannedTrainFunction:
             return next(iterator)
         taken = peak_of(take, device)
         batch = max(1, sum(map(tensor_bytes, _batch(data[0])[1])))
-        self.steps.ahead_bytes = batch * math.ceil(max(0, taken - batch) / batch)  # equal in equal runs
+        ahead = math.ceil(max(0, taken - batch) / batch)  # whole batches, to be equal in equal runs
+        self.steps.ahead_bytes = batch * (ahead + (ahead > 0))  # `tf.data` makes one more when a step waited for it
         _log.info("the data set allocates %s beside the first batch", format_bytes(self.steps.ahead_bytes))
         return data[0]
 
