@@ -342,14 +342,14 @@ class PlannedTrainFunction:
     def _first(self, iterator: Any) -> Any:
         """The first batch. What the data set allocates beside it, batches made ahead for example, counts as resident."""
         device, data = default_device(), list[Any]()
+        if not has_memory_stats(device):
+            return next(iterator)
 
         def take() -> None:
             began = time.monotonic()
             data.append(next(iterator))
             wait_until_quiet(device, max(0.05, 2 * (time.monotonic() - began)))
 
-        if not has_memory_stats(device):
-            return next(iterator)
         taken = peak_of(take, device)
         batch = max(1, sum(map(tensor_bytes, _batch(data[0])[1])))
         ahead = math.ceil(max(0, taken - batch) / batch)  # whole batches, to be equal in equal runs
