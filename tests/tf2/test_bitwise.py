@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import checkmate
+from checkmate.tf2.op_properties import LOOPS
 from tests.tf2.points import plain_step
 from tests.tf2.steps import differing, forgetful, observe
 
@@ -137,10 +138,51 @@ def recurrent() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
 
 
-def test_loops():
-    """A loop runs once, on what is recomputed around it."""
+class Mapped(layers.Layer):
+    """One function of each example, as a loop."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        return tf.map_fn(lambda row: tf.tanh(row @ self.kernel), x)
+
+
+class Counted(Mapped):
+    """A loop that changes a variable."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.runs = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, x):
+        def body(i, x):
+            self.runs.assign_add(1.0)
+            return i + 1, tf.tanh(x @ self.kernel) + self.runs
+
+        return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
+
+
+def of_loops(layer: type[layers.Layer]) -> keras.Model:
+    x = inputs = keras.Input(batch_shape=(256, 8, 8))
+    x = layer()(layer()(layers.Dense(8, activation="tanh")(x)))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(layers.Flatten()(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "again"),
+    [(recurrent, True), (lambda: of_loops(Mapped), True), (lambda: of_loops(Counted), False)],
+    ids=["recurrent", "mapped", "counted"],
+)
+def test_loops(make, again):
+    """Loops run again, each with the lists that it is given and variables as they were; one that changes a variable runs once."""
     x = ROWS.reshape(256, 8, 8)
-    planned, plain = planned_and_plain(recurrent, lambda: keras.optimizers.Adam(1e-2), x, LABELS)
+    model = make()
+    graph = checkmate.tf2.capture(model, "sparse_categorical_crossentropy", "sgd", x, LABELS)
+    loops = [o for o, op in enumerate(graph.ops) if op.kind in LOOPS and op.phase == "forward"]
+    assert len(loops) == 2
+    assert [forgetful(graph).order.count(o) > 1 for o in loops] == [again] * 2
+    planned, plain = planned_and_plain(make, lambda: keras.optimizers.Adam(1e-2), x, LABELS)
     assert differing(planned, plain) == 0
 
 

@@ -14,6 +14,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import resource_variable_ops
 
 
@@ -104,6 +105,14 @@ def run_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Outputs of an op of a graph that is run alone, on other inputs."""
     attributes = [part for a in op.op_def.attr for part in (a.name, _types_as_numbers(op.get_attr(a.name)))]
     return execute.execute(op.type, len(op.outputs), inputs=list(inputs), attrs=tuple(attributes), ctx=context.context())
+
+
+def stateful_kinds(op: tf.Operation) -> set[str]:
+    """Types of the stateful ops in the functions that an op of a graph calls; a call among them is stateful."""
+    graph: Any = op.graph
+    functions = [graph._get_function(op.get_attr(a.name).name) for a in op.op_def.attr if a.type == "func"]
+    kinds = {node.op for function in functions for node in function.definition.node_def}
+    return {kind for kind in kinds if (found := op_def_registry.get(kind)) is None or found.is_stateful}
 
 
 def _types_as_numbers(value: Any) -> Any:

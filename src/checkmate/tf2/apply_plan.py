@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from checkmate.tf2.capture import Capture, base_tensor, behind
-from checkmate.tf2.op_properties import IDENTITIES, LOOPS, is_open, static_shape_values, tensor_bytes
+from checkmate.tf2.op_properties import EMPTY_LISTS, IDENTITIES, LOOPS, is_open, static_shape_values, tensor_bytes
 
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
@@ -69,7 +69,7 @@ def data_sizes(capture: Capture) -> Callable[[Sequence[tf.Tensor]], tuple[int, .
     read = [b for t in inputs for b in behind(t, capture.kinds)]
     found = {b.ref(): b for b in read if b.op.name in alone and b.dtype != tf.variant and is_open(b)}
     graph, names = capture.graph, {b.op.name for b in found.values()}
-    needed = {o for o, chain in enumerate(capture.members) if chain[0].name in names}
+    needed = {o for o, chain in enumerate(capture.members) if any(op.name in names for op in chain)}
     for o in range(max(needed, default=-1), -1, -1):
         needed |= {graph.producer[v] for v in graph.ops[o].inputs} if o in needed else set()
     function = build_function(capture, sorted(needed), list(found.values()))
@@ -142,7 +142,8 @@ class _Writer:
     def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> str:
         inputs = [self.tensor(t) for t in op.inputs]
         kinds = self.capture.kinds
-        if inputs and kinds[op.name] != "constant" and all(kinds[base_tensor(t, kinds).op.name] == "constant" for t in op.inputs):
+        alone = all(kinds[base_tensor(t, kinds).op.name] == "constant" for t in op.inputs)
+        if inputs and alone and kinds[op.name] != "constant" and op.type not in EMPTY_LISTS:  # whose shape must be known
             inputs[0] = self._not_folded(inputs[0], op.inputs[0].dtype)
         traced = self._traced[op.name]
         # `_class` asks for colocation with a node whose name may have changed.

@@ -14,8 +14,11 @@ import tensorflow as tf
 from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
+    EMPTY_LISTS,
     FORWARDED_TO,
     FORWARDS,
+    LOOPS,
+    MOVES,
     OPAQUE,
     READERS,
     Kind,
@@ -60,6 +63,11 @@ def behind(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> Iterator[tf.Tensor]:
     yield tensor
     for operand in others:
         yield from behind(operand, kinds)
+
+
+def named_by(chain: Sequence[tf.Operation]) -> tf.Operation:
+    """The op that stands for an op of the graph: the loop after the ops that make its lists, or else the first op."""
+    return chain[-1] if chain[-1].type in LOOPS else chain[0]
 
 
 def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
@@ -139,7 +147,11 @@ class _Builder:
         """Ops that are traced after an op and change a variable that it takes."""
         me = self.index[op.name]
         users = [user for handle in handles(op) for user in self.touching[handle]]
-        return [user for user in users if user.type not in READERS and self.index[user.name] > me]
+        return [user for user in users if not self._only_reads(user) and self.index[user.name] > me]
+
+    def _only_reads(self, op: tf.Operation) -> bool:
+        """Whether an op changes none of the variables that it takes."""
+        return op.type in READERS or self.kinds[op.name] == "op"
 
     def _snapshot_reads(self) -> set[str]:
         """Reads with a use that was traced after the variable's next change. They must hold the old value."""
@@ -194,7 +206,7 @@ class _Builder:
     def _clobberers(self, op: tf.Operation) -> list[str]:
         """Ops that overwrite a variable whose buffer an op reads."""
         writers = [w.name for read in self._reads(op) for w in self._writers_after(read)]
-        if op.name in self.snapshot_reads or op.type in READERS:
+        if op.name in self.snapshot_reads or self._only_reads(op):
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
@@ -207,9 +219,20 @@ class _Builder:
         """
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(b.ref() for op in users for t in op.inputs for b in behind(t, self.kinds))
+        readers = Counter(m for some in needs.values() for m in {*some})
+        lists = {op.name: self._makers_of_lists(op, readers) for op in self.real if op.type in LOOPS}
+        within = {maker.name for makers in lists.values() for maker in makers}
         chains: list[list[tf.Operation]] = []
         for n in order:
-            op, after = self.ops[self.index[n]], max((self.where[m] for m in needs[n]), default=-1)
+            if n in within:
+                continue
+            op, makers = self.ops[self.index[n]], lists.get(n, [])
+            if makers:
+                self.where.update((part.name, len(chains)) for part in (*makers, op))
+                self.inside.update(t.name for maker in makers for t in maker.outputs)
+                chains.append([*makers, op])
+                continue
+            after = max((self.where[m] for m in needs[n]), default=-1)
             dying = self._overwritten(op, uses)
             if (inside := next((t for t in dying if self.where[t.op.name] == after), None)) is not None:
                 self.inside.add(inside.name)
@@ -223,6 +246,20 @@ class _Builder:
             chains[after].append(op)
             self.where[n] = after
         return chains
+
+    def _makers_of_lists(self, loop: tf.Operation, readers: Mapping[str, int]) -> list[tf.Operation]:
+        """The ops that make all lists which a loop is given and nothing else reads; none if it is given another list."""
+        found: dict[str, tf.Operation] = {}
+        stack = [t for t in loop.inputs if t.dtype == tf.variant]
+        for t in stack:
+            maker = t.op
+            alone = self.kinds[maker.name] == "op" and readers[maker.name] == 1 and t.ref() not in self.kept
+            if alone and maker.type in EMPTY_LISTS | MOVES | {"TensorListFromTensor"}:
+                found[maker.name] = maker
+                stack += () if maker.type in EMPTY_LISTS else [self._base(maker.inputs[0])]
+            elif t.dtype == tf.variant:
+                return []
+        return sorted(found.values(), key=lambda op: self.index[op.name])
 
     def _overwritten(self, op: tf.Operation, uses: Counter[Any]) -> list[tf.Tensor]:
         """The inputs that nothing else reads, and into whose buffers an op can write its output."""
@@ -251,7 +288,7 @@ class _Builder:
         return [Value(t.name, s, b, t.ref() in self.kept) for t, s, b in zip(tensors, sizes, base, strict=True)]
 
     def _op(self, chain: Sequence[tf.Operation], measures: Mapping[str, OpCost], clobbers: Mapping[str, Sequence[str]]) -> Op:
-        first = chain[0]
+        first = named_by(chain)
         read = dict.fromkeys(s.name for op in chain for s in self._sources(op) if self.where[s.op.name] != self.where[first.name])
         return Op(
             name=first.name,
@@ -259,9 +296,9 @@ class _Builder:
             outputs=tuple(self.values[t.name] for op in chain for t in op.outputs if t.name in self.values),
             cost=sum(measures[op.name].cost_ns for op in chain),
             workspace_bytes=max(measures[op.name].workspace_bytes for op in chain),
-            # No shape gives the bytes of a tensor list, and what an op overwrites must not be kept to compute it again.
+            # An op may change a list that it is given, and what an op overwrites must not be kept to compute it again.
             recomputable=all(self.kinds[op.name] == "op" and self._phase(op) != "optimizer" for op in chain)
-            and all(t.dtype != tf.variant for t in (*first.inputs, *first.outputs))
+            and (first is not chain[0] or all(t.dtype != tf.variant for t in first.outputs))
             and not any(t.name in self.reused for t in chain[-1].outputs),
             clobbered_by=tuple(sorted({self.where[c] for op in chain for c in clobbers[op.name]})),
             phase=self._phase(first),

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.cost.store import OpCost
+from checkmate.tf2._compat import stateful_kinds
 
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
 """Role of an op of the traced step.
@@ -30,6 +31,9 @@ READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Va
 
 EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 """Ops that make tensor lists without tensors."""
+
+MOVES = frozenset({"ReverseV2", "Transpose"})
+"""Ops that move the elements of a tensor, as Keras does before it makes a list of the steps of a sequence."""
 
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Loops of TensorFlow 2."""
@@ -149,7 +153,7 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
         return "control"
     if op.type == "ReadVariableOp":
         return "read"
-    if op.op_def.is_stateful:
+    if op.op_def.is_stateful and not (op.type in LOOPS and stateful_kinds(op) <= READERS):
         return "effect"
     if op.type == "Const" or static_shape_values(op) is not None:
         return "constant"

@@ -30,7 +30,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import TraceEvent, grappler_off, run_op, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
-from checkmate.tf2.capture import Capture, base_tensor, capture_trace
+from checkmate.tf2.capture import Capture, base_tensor, capture_trace, named_by
 from checkmate.tf2.op_properties import (
     CONSTANT_BYTES,
     EMPTY_LISTS,
@@ -171,7 +171,7 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
     The step runs twice on the flat tensors of a batch, or on synthetic ones, with all variables saved before and restored
     afterwards, unless an earlier process has measured the same graph, and no size depends on the data.
     """
-    members, graph = [chain[0] for chain in capture.members], capture.graph
+    members, graph = [*map(named_by, capture.members)], capture.graph
     unsized = [o for o, op in enumerate(members) if any(map(is_open, (*op.inputs, *op.outputs)))]
     # oneDNN's kernel of `MaxPoolGrad` in a graph, for example, needs no workspace, and the one that runs alone does.
     own = keep_all_bytes(graph) - graph.resident_bytes
@@ -223,9 +223,12 @@ def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: i
     A list that a loop is given, and returns at the same position, is the same list. What a loop of the forward pass keeps for the
     backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
     """
-    op, node = capture.members[o][0], capture.graph.ops[o]
+    (*makers, op), node = capture.members[o], capture.graph.ops[o]
     owners = {values[v].name: v if values[v].base is None else values[v].base for v in node.inputs}
     bases = [base_tensor(t, capture.kinds) for t in op.inputs]
+    # The rows of a list that is made for the loop may be views of a tensor.
+    rows = [base_tensor(maker.inputs[0], capture.kinds) for maker in makers if maker.outputs[0].dtype == tf.variant]
+    retained_bytes += sum(values[owners[b.name]].size_bytes for b in rows if b.name in owners)
     given = [None if b.op.type in EMPTY_LISTS else owners.get(b.name) for b in bases]
     held = [u for u, b in zip(given, bases, strict=True) if u is not None and (b.dtype == tf.variant or not retained_bytes)]
     home = max(held, key=lambda u: values[u].size_bytes, default=None)
