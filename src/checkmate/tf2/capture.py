@@ -44,6 +44,7 @@ class Capture:
     trace: Trace
     kinds: Mapping[str, Kind]  # of every op of the trace, by name
     members: tuple[tuple[tf.Operation, ...], ...]  # ops of the trace behind each op of the graph, in the order in which they run
+    values: Mapping[str, int]  # number of the value of each tensor that ops of the graph put out, by the tensor's name
     # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
 
@@ -113,7 +114,7 @@ class _Builder:
         pairs = sorted({(self.where[a], o) for n, o in self.where.items() for a in before[n] if self.where[a] != o})
         graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
         self._log_opaque()
-        return Capture(graph, self.trace, self.kinds, tuple(map(tuple, members)), frozenset(self.snapshot_reads))
+        return Capture(graph, self.trace, self.kinds, tuple(map(tuple, members)), self.values, frozenset(self.snapshot_reads))
 
     def _needed(self) -> set[str]:
         """Names of the ops on which an output or an effect depends."""
@@ -280,9 +281,15 @@ class _Builder:
         return self.trace.phase(self.index[op.name])
 
     def _number(self, members: Sequence[Sequence[tf.Operation]]) -> list[Value]:
-        """A value for every output of every op of the graph."""
-        tensors = [t for chain in members for op in chain for t in op.outputs if t.name not in self.inside]
-        self.values = {t.name: v for v, t in enumerate(tensors)}
+        """A value for every output of every op of the graph; the lists that a loop returns share tensors, and are one value."""
+        same: dict[str, str] = {}
+        for *makers, op in members:
+            lists = [t.name for t in op.outputs if t.dtype == tf.variant and makers and op.type in LOOPS]
+            same.update((name, lists[0]) for name in lists)
+        made = [t for chain in members for op in chain for t in op.outputs if t.name not in self.inside]
+        tensors = [t for t in made if same.get(t.name, t.name) == t.name]
+        number = {t.name: v for v, t in enumerate(tensors)}
+        self.values = {t.name: number[same.get(t.name, t.name)] for t in made}
         base = [self.values.get(self.reused.get(t.name, "")) for t in tensors]
         sizes = [tensor_bytes(t) if b is None else 0 for t, b in zip(tensors, base, strict=True)]
         return [Value(t.name, s, b, t.ref() in self.kept) for t, s, b in zip(tensors, sizes, base, strict=True)]
@@ -292,8 +299,8 @@ class _Builder:
         read = dict.fromkeys(s.name for op in chain for s in self._sources(op) if self.where[s.op.name] != self.where[first.name])
         return Op(
             name=first.name,
-            inputs=tuple(self.values[n] for n in read),
-            outputs=tuple(self.values[t.name] for op in chain for t in op.outputs if t.name in self.values),
+            inputs=tuple(dict.fromkeys(self.values[n] for n in read)),
+            outputs=tuple(dict.fromkeys(self.values[t.name] for op in chain for t in op.outputs if t.name in self.values)),
             cost=sum(measures[op.name].cost_ns for op in chain),
             workspace_bytes=max(measures[op.name].workspace_bytes for op in chain),
             # An op may change a list that it is given, and what an op overwrites must not be kept to compute it again.

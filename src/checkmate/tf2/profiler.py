@@ -202,7 +202,7 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
             if more > 0 and members[o].type not in OPAQUE and values[v := ops[o].outputs[0]].base is None:
                 values[v] = msgspec.structs.replace(values[v], size_bytes=values[v].size_bytes + more)
             continue
-        outputs = [(v, t) for v, t in zip(ops[o].outputs, members[o].outputs, strict=True) if values[v].base is None]
+        outputs = [(v, t) for t in members[o].outputs if values[v := capture.values[t.name]].base is None]
         unknown = [v for v, t in outputs if is_open(t)]
         retained = max(0, retained - sum(tensor_bytes(t) for _, t in outputs if not is_open(t)))
         largest = max(ops[o].inputs, key=lambda v: values[v].size_bytes, default=None)
@@ -220,11 +220,11 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
 def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: int) -> None:
     """Give the tensor lists that an op makes the bytes that it leaves allocated, as one storage: they share tensors.
 
-    A list that a loop is given, and returns at the same position, is the same list. What a loop of the forward pass keeps for the
+    A list that a loop is given, and returns at the same position for a reader, is the same list. What a loop of the forward pass keeps for the
     backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
     """
     (*makers, op), node = capture.members[o], capture.graph.ops[o]
-    owners = {values[v].name: v if values[v].base is None else values[v].base for v in node.inputs}
+    owners = {name: v if values[v].base is None else values[v].base for name, v in capture.values.items()}
     bases = [base_tensor(t, capture.kinds) for t in op.inputs]
     # The rows of a list that is made for the loop may be views of a tensor.
     rows = [base_tensor(maker.inputs[0], capture.kinds) for maker in makers if maker.outputs[0].dtype == tf.variant]
@@ -236,8 +236,9 @@ def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: i
         home = None
     if home is not None:
         values[home] = msgspec.structs.replace(values[home], size_bytes=values[home].size_bytes + retained_bytes)
-    for v, tensor in zip(node.outputs, op.outputs, strict=True):
-        if is_open(tensor):
+    for tensor in op.outputs:
+        v = capture.values[tensor.name]
+        if is_open(tensor) and v != home and capture.graph.readers[v]:
             same = given[tensor.value_index] if op.type in LOOPS else None
             base = home if same is None else same
             home = v if base is None else home
