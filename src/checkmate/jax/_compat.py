@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax._src import config
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
+from jax.extend.core.primitives import reshape_p, sharding_constraint_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
 source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines are those of the user's program
@@ -40,6 +41,36 @@ def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any
         return [r if t is None else as_array(r, t) for r, t in zip(function(*arguments), types, strict=True)]
 
     return with_arrays
+
+
+def lowered(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> Any:
+    """A function of flat arrays, lowered for one device: without constraints on shardings, by which XLA would divide arrays."""
+    traced = jax.jit(function, donate_argnums=tuple(donated)).trace(*arguments)
+    alone = _unconstrained(traced.jaxpr)
+    if alone is traced.jaxpr:
+        return traced.lower()
+    return jax.jit(core.jaxpr_as_fun(alone), donate_argnums=tuple(donated)).lower(*arguments)
+
+
+def _unconstrained(value: Any) -> Any:
+    """A parameter of an equation, or a trace, in whose jaxprs a constraint on a sharding is a reshape to the same shape."""
+    if isinstance(value, tuple):
+        found = tuple(map(_unconstrained, value))
+        return value if all(a is b for a, b in zip(found, value, strict=True)) else found
+    if isinstance(value, core.ClosedJaxpr):
+        jaxpr = _unconstrained(value.jaxpr)
+        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+    if not isinstance(value, core.Jaxpr):
+        return value
+    eqns: list[Any] = []
+    for eqn in value.eqns:
+        params = {name: _unconstrained(part) for name, part in eqn.params.items()}
+        if eqn.primitive is sharding_constraint_p:
+            same = {"new_sizes": eqn.outvars[0].aval.shape, "dimensions": None, "sharding": None}
+            eqns.append(eqn.replace(primitive=reshape_p, params=same))
+        else:
+            eqns.append(eqn if all(params[name] is part for name, part in eqn.params.items()) else eqn.replace(params=params))
+    return value if all(a is b for a, b in zip(eqns, value.eqns, strict=True)) else value.replace(eqns=eqns)
 
 
 def as_array(number: Any, aval: Any) -> jax.Array:

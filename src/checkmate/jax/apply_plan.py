@@ -208,7 +208,7 @@ class PlannedProgram:
         weights, and XLA would hold what it reads.
         """
         seen, found = set[int](), set[int]()
-        results = set(self.capture.trace.results)
+        results = {v for v in self.capture.trace.results if isinstance(v, int)}
         furthest, late_before, made = -1, False, False
         last = {v: p for p, op in enumerate(self.order) for v in self.capture.inputs[op]}
         ops = zip(self.capture.graph.ops, self.capture.outputs, self.capture.inputs, strict=True)

@@ -33,7 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, SolvedPlans, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import as_varying, varying_axes
+from checkmate.jax._compat import as_varying, lowered, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -395,6 +395,7 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     budget = wanted.within(fixed_bytes=resident, keep_all_bytes=most)
     if most <= budget:
         most = resident + compilation.temp_bytes(whole)
+        budget = max(budget, most) if wanted.keeps_everything else budget
     programs = _Programs(compilation, options)
     # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)
@@ -445,6 +446,5 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
 
     The function is compiled but not run. Results may reuse the buffers of donated arguments.
     """
-    jitted = jax.jit(function, donate_argnums=tuple(donated))
-    analysis: Any = jitted.lower(*arguments).compile(compiler_options=quickly()).memory_analysis()
+    analysis: Any = lowered(function, arguments, donated).compile(compiler_options=quickly()).memory_analysis()
     return int(analysis.temp_size_in_bytes)

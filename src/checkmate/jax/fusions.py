@@ -13,6 +13,7 @@ import jax
 from checkmate.cost.store import Store
 from checkmate.frontend import progress
 from checkmate.frontend.plan_store import sources_digest
+from checkmate.jax._compat import lowered
 from checkmate.jax.graph.capture import Fusions, collectives_of
 from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
 from checkmate.jax.profiler import known_or_made, quickly, signature
@@ -47,7 +48,7 @@ def _compiled(trace: Trace, boundary: Boundary | None) -> Fusions:
 
     function, specs = as_called(run, trace, boundary)
     with progress.shown("compiling the program"):
-        compiled: Any = jax.jit(function).lower(*specs).compile(compiler_options=quickly())
+        compiled: Any = lowered(function, specs).compile(compiler_options=quickly())
     return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes))
 
 

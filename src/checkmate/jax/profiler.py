@@ -24,6 +24,7 @@ from checkmate.cost.device import load_device, roofline_ns
 from checkmate.cost.store import MeasuredCosts, OpCost, Store, library_variables, processor, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
+from checkmate.jax._compat import lowered
 from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
 
@@ -111,8 +112,8 @@ def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
     """Time every op alone. All are compiled first, several at once, so nothing else runs while an op is timed."""
     with progress.shown("compiling ops to measure"), ThreadPoolExecutor(os.cpu_count()) as pool:
         # Settings of JAX like `jax.enable_x64` belong to a thread, so programs are traced in this one.
-        lowered = {key: _tried(chain, _lowered, chain) for key, chain in chains.items()}
-        waiting = {key: pool.submit(program.compile) for key, program in lowered.items() if program is not None}
+        programs = {key: _tried(chain, _lowered, chain) for key, chain in chains.items()}
+        waiting = {key: pool.submit(program.compile) for key, program in programs.items() if program is not None}
     with jax.ensure_compile_time_eval():
         empty = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
         call_ns = _time_ns(functools.partial(empty, jnp.float32(0)), repeats=50)  # each takes a few microseconds
@@ -143,7 +144,7 @@ def _lowered(chain: Chain) -> Any:
             known.update(equation.computed(known))
         return [known[v] for v in chain[-1].outputs]
 
-    return jax.jit(run).lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types.values()))
+    return lowered(run, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types.values()])
 
 
 def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:

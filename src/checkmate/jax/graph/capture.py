@@ -20,8 +20,8 @@ from checkmate.cost.store import OpCost
 from checkmate.jax._compat import scopes_of, source_of
 from checkmate.jax.graph.trace import POINTWISE, Boundary, Equation, Trace, table_bytes, type_bytes, types_from_outside
 
-VIEWS = frozenset({"expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "squeeze"})
-"""Primitives whose output is the same bytes in the same order."""
+VIEWS = frozenset({"expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "reshard", "sharding_constraint", "squeeze"})
+"""Primitives whose output is the same bytes in the same order, before XLA divides arrays."""
 
 MOVES = VIEWS | {"rev", "slice", "transpose"}
 """Primitives each of whose output elements is a copy of an input element."""
@@ -48,8 +48,10 @@ def collectives_of(eqns: Iterable[Any]) -> dict[str, set[str]]:
     for eqn in eqns:
         if eqn.primitive.name in COLLECTIVES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            for axis in (axes,) if isinstance(axes, str) else axes:
-                found.setdefault(axis, set()).add(eqn.primitive.name)
+            named = axes if isinstance(axes, (tuple, list)) else (axes,)
+            for axis in named:
+                if not isinstance(axis, int):  # an axis of the arrays, over which `jax.vmap` ran
+                    found.setdefault(axis, set()).add(eqn.primitive.name)
         elif eqn.primitive.name != "shard_map":  # it names the axes inside
             for body in jaxprs_in_params(eqn.params):
                 for axis, kinds in collectives_of(body.eqns).items():
@@ -255,7 +257,7 @@ class _Builder:
         if self.fusions is not None and last.kind in FUSED:
             copies = self.fusions.made_bytes.get(self.position[id(last)], 0) - sum(map(self.trace.size_bytes, last.outputs))
         over = self.trace.size_bytes(last.outputs[0]) if self.position[id(last)] in self.over else 0
-        workspace = max(measure.workspace_bytes - over, copies)
+        workspace = max(0, measure.workspace_bytes - over, copies)
         if last.kind == "conv_general_dilated":  # an input that ends here ends once it is copied, before another as large is
             ends = {self.trace.size_bytes(v) for v in last.read if v in self.made and self.last_reader[v] is last}
             workspace -= max((size for size in ends if 2 * size <= workspace), default=0)
