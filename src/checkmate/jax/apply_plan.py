@@ -33,17 +33,17 @@ _Made = dict[tuple[int, ...], tuple[list[Any], dict[int, Any]]]
 class PlannedProgram:
     """A plan of a captured function, ready to run; ``saved`` are the values that the forward passes to the backward.
 
-    In an exact program every op stands alone: all plans give the same bits.
+    In an exact program every op stands alone: all plans give the same bits. Without barriers it is the function as it is.
     """
 
-    def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False) -> None:
-        self.capture, self._exact = capture, exact
+    def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False, barriers: bool = True) -> None:
+        self.capture, self._exact, self._waiting = capture, exact, barriers and not exact
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
-        self._waits = {} if exact else self._in_order(self._computed_again())
+        self._waits = {} if not self._waiting else self._in_order(self._computed_again())
         # XLA would make constants that are stored, and each copy of them, when the program begins.
         stored = {v for chain in capture.members for e in chain if e.kind not in FUSED | REDUCTIONS for v in e.read}
         stored.update(v for chain in capture.members if len(chain) == 1 for v in chain[0].outputs)
@@ -82,14 +82,14 @@ class PlannedProgram:
                 for v in self._last_read[p]:
                     values.pop(v, None)
             return
-        newest = None if self._exact else self._newest(values, reversed(self.order[:start]))
+        newest = None if not self._waiting else self._newest(values, reversed(self.order[:start]))
         made: _Made = {}
         for p in range(start, stop):
             op = self.order[p]
             values.update(behind_barriers(values, self._fences.get(p, ())))
             given = ChainMap(behind_barriers(values, self.capture.inputs[op]), values) if self._exact else values
             values.update(self._computed(given, op, made, self._waits.get(p, {}), newest))
-            if not self._exact and (found := self._newest(values, (op,))) is not None:
+            if self._waiting and (found := self._newest(values, (op,))) is not None:
                 newest = found
 
     def _computed(

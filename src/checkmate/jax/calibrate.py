@@ -35,7 +35,7 @@ from checkmate.frontend.planner import Replanner, keep_everything, near_smallest
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax._compat import as_varying, lowered, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.capture import Capture, Fusions, capture_trace
 from checkmate.jax.graph.loops import Loops
 from checkmate.jax.graph.trace import Equation, as_called
 from checkmate.jax.profiler import environment, estimate, estimated_ns, quickly, signature
@@ -54,6 +54,7 @@ class Planned:
     result: Result
     budget_bytes: int | None
     temp_bytes: int | None  # None if it was not compiled
+    as_it_is: bool = False  # whether the function without a plan keeps the budget, and runs without barriers
 
     @property
     def needed_bytes(self) -> int | None:
@@ -149,6 +150,11 @@ class Compilation:
         made = replace(made, graph=msgspec.structs.replace(made.graph, resident_bytes=resident))
         return replace(self, capture=made, loop_bytes=loop_bytes)
 
+    @property
+    def fusions(self) -> Fusions | None:
+        """What XLA compiles without a plan; None if a program of this function differs from it even if everything is kept."""
+        return None if self.exact or self.donated else self.capture.fusions
+
     @functools.cached_property
     def key(self) -> str:
         """Text of everything that determines the plan and its compiled bytes."""
@@ -165,11 +171,12 @@ class Compilation:
         return {plan.order: plan.memory.peak_bytes for plan in PlanStore(self.key).all()}
 
     def temp_bytes(self, result: Result) -> int:
-        """Bytes of temporary values of a plan."""
-        order = result.plan.order
+        """Bytes of temporary values of a plan, with those of cotangents that the caller gives."""
+        order, boundary = result.plan.order, self.capture.boundary
         if order not in self.known:
             with progress.shown("compiling a plan"):
-                self.known[order] = self._compiled(PlannedProgram(self.capture, result.plan, exact=self.exact))
+                made = self._compiled(PlannedProgram(self.capture, result.plan, exact=self.exact))
+            self.known[order] = made + (0 if boundary is None else boundary.given_bytes)
             PlanStore(self.key).add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
         return self.known[order]
 
@@ -218,9 +225,20 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             if needed is not None and limit is not None and needed > limit:
                 raise calibration.refusal(limit, needed)
             return planned
-        return _answered(compilation, options, options.budget)
+        return _as_it_is(compilation, options.budget) or _answered(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
         raise _naming_the_loop(error, graph) from None
+
+
+def _as_it_is(compilation: Compilation, wanted: Budget) -> Planned | None:
+    """The function as XLA compiles it without a plan, if that is known and keeps the budget."""
+    fusions, fixed = compilation.fusions, fixed_bytes(compilation.capture.graph)
+    if fusions is None or fixed + fusions.temp_bytes > (
+        budget := wanted.within(fixed_bytes=fixed, keep_all_bytes=fixed + fusions.temp_bytes)
+    ):
+        return None
+    progress.planned(compilation.capture.graph, result := keep_everything(compilation.capture.graph))
+    return Planned(compilation.capture, result, budget, fusions.temp_bytes, as_it_is=True)
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -390,12 +408,8 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     """The cheapest plan found whose compiled bytes keep a budget, or a share of plain's, with its program and the budget."""
     graph, resident = compilation.capture.graph, fixed_bytes(compilation.capture.graph)
     whole = keep_everything(graph)
-    plain = None if compilation.exact or compilation.donated else compilation.capture.fusions
-    most = resident + (compilation.temp_bytes(whole) if plain is None else plain.temp_bytes)
+    most = resident + (compilation.temp_bytes(whole) if compilation.fusions is None else compilation.fusions.temp_bytes)
     budget = wanted.within(fixed_bytes=resident, keep_all_bytes=most)
-    if most <= budget:
-        most = resident + compilation.temp_bytes(whole)
-        budget = max(budget, most) if wanted.keeps_everything else budget
     programs = _Programs(compilation, options)
     # A compilation takes seconds; saving 0.2 % of the cost repays it within a few thousand steps.
     policy = Proportional(resident_bytes=resident, least_cost=graph.cost, least_saving=0.002)

@@ -49,7 +49,8 @@ def _compiled(trace: Trace, boundary: Boundary | None) -> Fusions:
     function, specs = as_called(run, trace, boundary)
     with progress.shown("compiling the program"):
         compiled: Any = lowered(function, specs).compile(compiler_options=quickly())
-    return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes))
+    given = 0 if boundary is None else boundary.given_bytes
+    return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes) + given)
 
 
 def _read(text: str, temp_bytes: int) -> Fusions:

@@ -42,7 +42,7 @@ class PlannedFunction(Figures):
         self._costs = cost_source(costs)
         self._by_key: dict[str, Planned] = {}
         self._programs: dict[Hashable, tuple[Planned, PlannedProgram]] = {}  # by what a call computes
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # attributes of a planned function are its own
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         """Call the function; its derivative runs the plan.
@@ -139,7 +139,7 @@ class PlannedFunction(Figures):
         else:  # the trace must be of this call, because its constants and tracers differ from those of earlier calls
             self._by_key[key] = replace(self._by_key[key], capture=compilation.of(self._by_key[key].result.plan).capture)
         planned = self._by_key[key]
-        return planned, PlannedProgram(planned.capture, planned.result.plan, exact=self._exact)
+        return planned, PlannedProgram(planned.capture, planned.result.plan, exact=self._exact, barriers=not planned.as_it_is)
 
 
 @takes_options(CommonOptions, time_limit_s=TIME_LIMIT_S)

@@ -38,7 +38,7 @@ class PlannedStep(Figures):
         self._arguments, self._flat, self._planned, self._program = arguments, flat, planned, program
         self._step, self._settings = step, _settings()
         self._weak = {arguments.weak}  # combinations of weak types for which the step computes the same
-        functools.update_wrapper(self, step)
+        functools.update_wrapper(self, step, updated=())
 
     @property
     def peak_bytes(self) -> int | None:
@@ -133,7 +133,7 @@ def plan(
     arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
     compilation = Compilation(captured, arguments.arrays, positions, exact=exact, verify=verify)
     planned = planned_within(compilation, planning)
-    program = PlannedProgram(planned.capture, planned.result.plan, exact=exact)
+    program = PlannedProgram(planned.capture, planned.result.plan, exact=exact, barriers=not planned.as_it_is)
     return PlannedStep(step, arguments, flat, planned, program)
 
 
