@@ -15,8 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import checkmate
 import checkmate.jax as cj
 from checkmate.core.budget import fixed_bytes
+from checkmate.core.errors import GraphError
 from checkmate.cost.store import OpCost
 from checkmate.jax import planned_function
+from checkmate.jax._compat import is_of_a_plan
 from checkmate.jax.profiler import estimate
 from tests.jax.networks import difference, identical, mlp, mlp_loss, transformer, transformer_loss
 
@@ -77,7 +79,7 @@ def test_what_passes_many_fences_is_behind_few():
     weights, x = mlp(layers=20)
     planned = unverified(group_norm_loss, budget="40%", costs="estimated")
     program = jax.make_jaxpr(jax.value_and_grad(planned))(weights, x)
-    widths = [len(e.invars) for e in program.eqns if e.params.get("name", e.primitive.name) == "optimization_barrier"]
+    widths = [len(e.invars) for e in program.eqns if is_of_a_plan(e) or e.primitive.name == "optimization_barrier"]
     assert len(widths) > 10
     assert sorted(widths)[-2] < 23 / 2  # the first fence has all that the forward saved
 
@@ -394,17 +396,50 @@ def test_everything_is_kept_at_100_percent(scalar):
     assert needed <= planned.budget_bytes
 
 
-def test_a_budget_around_a_planned_function():
-    """The outer budget is kept too, and figures are of the outer plan."""
+def test_a_plan_around_a_plan():
+    """It would undo the inner plan, and is refused, but in a loop; figures are those of the outer function."""
     weights, x = mlp(layers=8, width=64, batch=1024)
-    inner = remat(mlp_loss, budget="8GiB")
+    inner = remat(mlp_loss, budget="60%")
     jax.eval_shape(jax.grad(inner), weights, x)
-    whole = jax.jit(jax.value_and_grad(mlp_loss)).lower(weights, x).compile().memory_analysis().temp_size_in_bytes
-    budget = fixed_bytes(inner.graph) + whole // 2
-    outer = remat(inner, budget=budget)
-    compiled = jax.jit(jax.value_and_grad(outer)).lower(weights, x).compile()
-    assert outer.budget_bytes == budget
-    assert compiled.memory_analysis().temp_size_in_bytes <= whole // 2
+    outer = remat(inner, budget="1GiB")
+    assert outer.__wrapped__ is inner
+    with pytest.raises(GraphError, match="has a plan") as caught:
+        jax.eval_shape(jax.grad(outer), weights, x)
+    assert "__wrapped__" in (caught.value.hint or "")
+    again = remat(outer.__wrapped__.__wrapped__, budget=inner.budget_bytes)
+    jax.eval_shape(jax.grad(again), weights, x)
+    assert again.budget_bytes == inner.budget_bytes
+
+    def accumulated(weights, batches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(inner)(weights, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
+
+    step = cj.plan(accumulated, weights, jnp.stack([x, x]), budget="1GiB", costs="estimated")
+    whole = remat(mlp_loss, budget="100%", costs="estimated")
+    jax.eval_shape(jax.grad(whole), weights, x)
+    assert step.temp_bytes < whole.temp_bytes
+
+
+def test_a_method_without_jit():
+    """A planned function binds as a function does; `jax.disable_jit` changes neither the plan nor the answer."""
+
+    class Model:
+        scale = 2.0
+
+        @remat(budget="60%", costs="estimated")
+        def loss(self, weights, x):
+            return self.scale * mlp_loss(weights, x)
+
+    weights, x = network()
+    expected = jax.value_and_grad(lambda weights: 2.0 * mlp_loss(weights, x))(weights)
+    model, temp_bytes = Model(), []
+    for disabled in (True, False):
+        with jax.disable_jit(disabled):
+            assert difference(jax.value_and_grad(model.loss)(weights, x), expected) < ROUNDING
+        temp_bytes.append(Model.loss.temp_bytes)
+    assert temp_bytes[0] == temp_bytes[1]
 
 
 @pytest.mark.parametrize(("gathers", "verified"), [(False, True), (True, False)])
@@ -493,6 +528,21 @@ def test_a_refusal_names_the_loop_that_saves_its_carries():
             jax.grad(cj.remat(function, budget="5%", costs="estimated", time_limit_s=1))(weights, x)
         assert ("checkmate.jax.scan" in refused.value.hint) == ("test_remat.py" in refused.value.hint) == named
         assert "raise the budget" in refused.value.hint
+
+
+def test_a_refusal_names_the_loop_that_sums_gradients():
+    """It has no layers: what its body derives can be planned."""
+
+    def accumulated(weights, batches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(mlp_loss)(weights, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
+
+    weights, x = mlp(layers=8, width=64, batch=1024)
+    with pytest.raises(checkmate.InfeasibleBudgetError, match="keep the budget|needs") as refused:
+        cj.plan(accumulated, weights, jnp.stack([x, x]), budget="5%", costs="estimated", time_limit_s=1)
+    assert "by checkmate.jax.remat" in refused.value.hint
 
 
 def autoencoder_loss(weights, x, key):

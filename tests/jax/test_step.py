@@ -12,6 +12,7 @@ import checkmate.jax as cj
 from checkmate.core.plan import Plan
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.calibrate import temp_bytes
+from checkmate.jax._compat import is_of_a_plan
 from checkmate.jax.graph.trace import as_called
 from tests.jax.networks import difference, mlp, mlp_loss
 
@@ -72,7 +73,7 @@ def barriers(step, order, *arguments):
     program = PlannedProgram(capture, Plan.from_order(capture.graph, order))
     assert difference(step(*arguments), program(arguments)[0]) < 1e-6
     jaxpr = jax.make_jaxpr(lambda *a: program(a))(*arguments)
-    return [len(e.invars) for e in jaxpr.eqns if e.params.get("name", e.primitive.name) == "optimization_barrier"]
+    return [len(e.invars) for e in jaxpr.eqns if is_of_a_plan(e) or e.primitive.name == "optimization_barrier"]
 
 
 def test_what_is_computed_again_from_arguments_and_constants_is_behind_a_fence():

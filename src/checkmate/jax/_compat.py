@@ -158,10 +158,17 @@ def barrier(arrays: Any) -> Any:
     if not _removes_barriers(jax.default_backend()):
         return jax.lax.optimization_barrier(arrays)
     with set_xla_metadata(inlineable="false"):
-        return _call(arrays)
+        return _barrier_of_a_plan(arrays)
 
 
-_call = jax.jit(jax.lax.optimization_barrier)
+@jax.jit
+def _barrier_of_a_plan(arrays: Any) -> Any:
+    return jax.lax.optimization_barrier(arrays)
+
+
+def is_of_a_plan(eqn: Any) -> bool:
+    """Whether an equation is a barrier of a planned function, which would be lost among the equations of another one."""
+    return eqn.params.get("name") == _barrier_of_a_plan.__name__
 
 
 @functools.cache

@@ -308,20 +308,13 @@ def _of_any_loops(result: Result, plain: Compilation, chosen: Compilation) -> Re
     plan = result.plan
     if chosen.loop_bytes is not None:
         plan = msgspec.structs.replace(plan, graph_digest=f"{chosen.capture.graph.digest}{_LOOPS}{chosen.loop_bytes}")
-    proven = Reason.OPTIMAL if cost == bound else Reason.FEASIBLE
-    return msgspec.structs.replace(
-        result,
-        plan=plan,
-        overhead=max(1.0, plain.capture.graph.overhead(cost)),
-        bound=bound,
-        gap=(cost - bound) / max(1, cost),
-        termination=msgspec.structs.replace(result.termination, reason=proven),
-        remarks=(*result.remarks, f"the gap is {100 * result.gap:.2f} % among programs whose loops save the same values"),
-    )
+    found = _proven(msgspec.structs.replace(result, plan=plan, overhead=max(1.0, plain.capture.graph.overhead(cost))), bound)
+    remark = f"the gap is {100 * result.gap:.2f} % among programs whose loops save the same values"
+    return msgspec.structs.replace(found, remarks=(*result.remarks, remark))
 
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
-    """The refusal, with a way to save less in a loop over layers if this loop needs more bytes than any other op."""
+    """The refusal, with a way to save less in a loop over layers or batches if it needs more bytes than any other op."""
 
     def needs(op: Op) -> int:
         return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
@@ -329,8 +322,11 @@ def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBu
     largest = max(graph.ops, key=needs)
     if largest.kind != "scan":
         return error
-    way = f"run the loop at {largest.source or largest.name}, which saves the carry of every layer, by checkmate.jax.scan"
-    return error.with_hint(f"{way}, which nests loops; or {error.hint}")
+    where = f"the loop at {largest.source or largest.name}"
+    way = f"plan what the body of {where} derives, by checkmate.jax.remat"
+    if any(op.kind == "scan" and op.phase == "backward" for op in graph.ops):
+        way = f"run {where}, which saves the carry of every layer, by checkmate.jax.scan, which nests loops"
+    return error.with_hint(f"{way}; or {error.hint}")
 
 
 class _Programs:
@@ -417,11 +413,14 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     trials.record(Trial.of(budget, whole, most, whole))
     smallest: Result | None = None
     failure: InfeasibleBudgetError | PlanNotFoundError | None = None
+    bounds: list[float] = []  # of plans within each target: the largest target has the lowest
 
     def replan(target_bytes: int) -> Result:
         nonlocal smallest, failure
         try:
-            return programs.cheapest(target_bytes)
+            found = programs.cheapest(target_bytes)
+            bounds.append(found.bound)
+            return found
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             if smallest is not None or trials.best() is not None:
                 raise
@@ -452,7 +451,17 @@ def _calibrated(compilation: Compilation, options: PlanningOptions, wanted: Budg
     best = trials.best()
     if best is None or best.outcome is None:
         raise trials.refusal(failure)
-    return programs.of(best.outcome), best.outcome, budget
+    return programs.of(best.outcome), _proven(best.outcome, min([best.outcome.bound, *bounds])), budget
+
+
+def _proven(result: Result, bound: float) -> Result:
+    """A result with a lower bound on the cost, which then holds for plans of more live bytes too."""
+    if bound == result.bound:
+        return result
+    gap, reason = (result.cost - bound) / max(1, result.cost), Reason.OPTIMAL if result.cost == bound else Reason.FEASIBLE
+    return msgspec.structs.replace(
+        result, bound=bound, gap=gap, termination=msgspec.structs.replace(result.termination, reason=reason)
+    )
 
 
 def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:

@@ -44,6 +44,10 @@ class PlannedFunction(Figures):
         self._programs: dict[Hashable, tuple[Planned, PlannedProgram]] = {}  # by what a call computes
         functools.update_wrapper(self, function, updated=())  # attributes of a planned function are its own
 
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """The function as a method, if it is one."""
+        return self if owner is None else functools.partial(self, owner)
+
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         """Call the function; its derivative runs the plan.
 
@@ -62,7 +66,8 @@ class PlannedFunction(Figures):
     def _call(self, function: Callable[..., Any], /, *positional: Any, **keywords: Any) -> Any:
         arguments = Arguments.of(positional, keywords)
         flat = FlatFunction(function, arguments)
-        closed, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+        with jax.disable_jit(False):  # a plan is of loops and calls, also where these run op by op
+            closed, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
         _, constants = opened(closed)
         # Values that the function closes over may be tracers of an outer transformation, and differ from call to call.
         arrays = [*constants, *arguments.arrays]
@@ -79,7 +84,8 @@ class PlannedFunction(Figures):
         def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
             wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
-            program = self._program(pure, jaxpr, results, values, wanted)
+            with jax.disable_jit(False):
+                program = self._program(pure, jaxpr, results, values, wanted)
 
             def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
                 tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]

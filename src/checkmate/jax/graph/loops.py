@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from checkmate.core.errors import SolverError
-from checkmate.jax._compat import as_function, barrier, opened, traced_as
+from checkmate.jax._compat import as_function, barrier, is_of_a_plan, opened, traced_as
 from checkmate.jax.graph.capture import is_broadcast
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
@@ -184,8 +184,11 @@ class Loops:
 
 
 def _must_run_once(equation: Equation) -> bool:
-    """Whether a loop has effects; collectives inside only need their axes."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.eqn.effects)
+    """Whether a loop has effects, or a plan in its body; collectives inside only need their axes."""
+    effects = (type(effect).__name__ for effect in equation.eqn.effects)
+    return any(name != "NamedAxisEffect" for name in effects) or any(
+        map(is_of_a_plan, opened(equation.eqn.params["jaxpr"])[0].eqns)
+    )
 
 
 def _value(values: dict[int, Any], source: Source) -> Any:

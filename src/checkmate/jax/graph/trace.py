@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core.primitives import remat_p
 
-from checkmate.jax._compat import as_array, bind, opened, varying_axes, without_unread
+from checkmate.core.errors import GraphError
+from checkmate.jax._compat import as_array, bind, is_of_a_plan, opened, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -103,6 +104,9 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
 
     If `differentiable`, calls of functions with a user-defined derivative stay calls, because the trace is differentiated later.
     If `checkpoints`, each call to `jax.checkpoint` stays one equation.
+
+    Raises:
+        GraphError: A planned function is called outside of loops.
     """
     calls = _CALLS | ({} if differentiable else _WITH_RULES) | ({} if checkpoints else {remat_p.name: "jaxpr"})
     types: list[Any] = []
@@ -129,6 +133,11 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
                 axis, pairs = eqn.params["dimension"], zip(eqn.invars, inputs, strict=True)
                 parts[len(types), axis] = read = [p for v, s in pairs for p in parts.get((s, axis), [(v, s)])]
                 eqn, inputs = eqn.replace(invars=[v for v, _ in read]), tuple(s for _, s in read)
+            if is_of_a_plan(eqn):
+                raise GraphError(
+                    "the function calls one that has a plan, which another plan would undo",
+                    hint="plan the outer function alone, and call the inner one without checkmate.jax.remat: its __wrapped__",
+                )
             call = eqn.params.get(calls.get(eqn.primitive.name, ""))
             body = call or _as_xla_runs(eqn)
             if body is None:
