@@ -540,7 +540,7 @@ def test_a_refusal_names_the_loop_that_sums_gradients():
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
 
     weights, x = mlp(layers=8, width=64, batch=1024)
-    with pytest.raises(checkmate.InfeasibleBudgetError, match="keep the budget|needs") as refused:
+    with pytest.raises(checkmate.InfeasibleBudgetError, match="budget") as refused:
         cj.plan(accumulated, weights, jnp.stack([x, x]), budget="5%", costs="estimated", time_limit_s=1)
     assert "by checkmate.jax.remat" in refused.value.hint
 

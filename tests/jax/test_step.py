@@ -10,9 +10,9 @@ import pytest
 import checkmate
 import checkmate.jax as cj
 from checkmate.core.plan import Plan
+from checkmate.jax._compat import is_of_a_plan
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.calibrate import temp_bytes
-from checkmate.jax._compat import is_of_a_plan
 from checkmate.jax.graph.trace import as_called
 from tests.jax.networks import difference, mlp, mlp_loss
 
