@@ -66,7 +66,8 @@ def _unconstrained(value: Any) -> Any:
     for eqn in value.eqns:
         params = {name: _unconstrained(part) for name, part in eqn.params.items()}
         if eqn.primitive is sharding_constraint_p:
-            same = {"new_sizes": eqn.outvars[0].aval.shape, "dimensions": None, "sharding": None}
+            aval: Any = eqn.outvars[0].aval
+            same = {"new_sizes": aval.shape, "dimensions": None, "sharding": None}
             eqns.append(eqn.replace(primitive=reshape_p, params=same))
         else:
             eqns.append(eqn if all(params[name] is part for name, part in eqn.params.items()) else eqn.replace(params=params))
@@ -168,7 +169,7 @@ def _barrier_of_a_plan(arrays: Any) -> Any:
 
 def is_of_a_plan(eqn: Any) -> bool:
     """Whether an equation is a barrier of a planned function, which would be lost among the equations of another one."""
-    return eqn.params.get("name") == _barrier_of_a_plan.__name__
+    return eqn.params.get("name") == "_barrier_of_a_plan"
 
 
 @functools.cache

@@ -152,7 +152,7 @@ class Compilation:
 
     @property
     def fusions(self) -> Fusions | None:
-        """What XLA compiles without a plan; None if a program of this function differs from it even if everything is kept."""
+        """The fusions of the function without a plan; None if programs of it differ from it even if everything is kept."""
         return None if self.exact or self.donated else self.capture.fusions
 
     @functools.cached_property

@@ -220,11 +220,11 @@ def _with_opaque_measured(capture: Capture, batch: Sequence[tf.Tensor] | None) -
 def _size_lists(capture: Capture, o: int, values: list[Value], retained_bytes: int) -> None:
     """Give the tensor lists that an op makes the bytes that it leaves allocated, as one storage: they share tensors.
 
-    A list that a loop is given, and returns at the same position for a reader, is the same list. What a loop of the forward pass keeps for the
-    backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
+    A list that a loop is given, and returns at the same position for a reader, is the same list. What a loop of the forward pass
+    keeps for the backward pass shares tensors with the largest list that it is given. The rows of a tensor may be views of it.
     """
     (*makers, op), node = capture.members[o], capture.graph.ops[o]
-    owners = {name: v if values[v].base is None else values[v].base for name, v in capture.values.items()}
+    owners = {name: v if (base := values[v].base) is None else base for name, v in capture.values.items()}
     bases = [base_tensor(t, capture.kinds) for t in op.inputs]
     # The rows of a list that is made for the loop may be views of a tensor.
     rows = [base_tensor(maker.inputs[0], capture.kinds) for maker in makers if maker.outputs[0].dtype == tf.variant]
