@@ -57,11 +57,11 @@ def _unconstrained(value: Any) -> Any:
     if isinstance(value, tuple):
         found = tuple(map(_unconstrained, value))
         return value if all(a is b for a, b in zip(found, value, strict=True)) else found
-    if isinstance(value, core.ClosedJaxpr):
-        jaxpr = _unconstrained(value.jaxpr)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-    if not isinstance(value, core.Jaxpr):
+    if not hasattr(value, "eqns"):
         return value
+    if (jaxpr := opened(value)[0]) is not value:
+        found = _unconstrained(jaxpr)
+        return value if found is jaxpr else value.replace(jaxpr=found)
     eqns: list[Any] = []
     for eqn in value.eqns:
         params = {name: _unconstrained(part) for name, part in eqn.params.items()}
