@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import checkmate.jax as cj
+
 
 def mlp_loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     for w in weights:
@@ -65,3 +67,8 @@ def difference(a: Any, b: Any) -> float:
 def identical(a: Any, b: Any) -> bool:
     """Whether two nests of arrays are bitwise equal."""
     return all(np.array_equal(u, v) for u, v in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def value_and_grad(function):
+    """A loss with its gradients under `jax.jit`, with the options with which XLA respects `jax.checkpoint`."""
+    return jax.jit(jax.value_and_grad(function), compiler_options=cj.compiler_options())

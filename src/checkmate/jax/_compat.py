@@ -46,32 +46,34 @@ def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any
 def lowered(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> Any:
     """A function of flat arrays, lowered for one device: without constraints on shardings, by which XLA would divide arrays."""
     traced = jax.jit(function, donate_argnums=tuple(donated)).trace(*arguments)
-    alone = _unconstrained(traced.jaxpr)
-    if alone is traced.jaxpr:
+    if not any_equation(traced.jaxpr, lambda eqn: eqn.primitive is sharding_constraint_p):
         return traced.lower()
-    return jax.jit(core.jaxpr_as_fun(alone), donate_argnums=tuple(donated)).lower(*arguments)
+    return jax.jit(core.jaxpr_as_fun(_unconstrained(traced.jaxpr)), donate_argnums=tuple(donated)).lower(*arguments)
+
+
+def any_equation(closed: Any, holds: Callable[[Any], bool]) -> bool:
+    """Whether something holds for an equation of a jaxpr, or of the bodies of its equations."""
+    eqns = opened(closed)[0].eqns
+    return any(holds(eqn) or any(any_equation(body, holds) for body in core.jaxprs_in_params(eqn.params)) for eqn in eqns)
 
 
 def _unconstrained(value: Any) -> Any:
     """A parameter of an equation, or a trace, in whose jaxprs a constraint on a sharding is a reshape to the same shape."""
-    if isinstance(value, tuple):
-        found = tuple(map(_unconstrained, value))
-        return value if all(a is b for a, b in zip(found, value, strict=True)) else found
+    if type(value) is tuple:  # and no dimension numbers
+        return tuple(map(_unconstrained, value))
     if not hasattr(value, "eqns"):
         return value
     if (jaxpr := opened(value)[0]) is not value:
-        found = _unconstrained(jaxpr)
-        return value if found is jaxpr else value.replace(jaxpr=found)
+        return value.replace(jaxpr=_unconstrained(jaxpr))
     eqns: list[Any] = []
     for eqn in value.eqns:
-        params = {name: _unconstrained(part) for name, part in eqn.params.items()}
         if eqn.primitive is sharding_constraint_p:
             aval: Any = eqn.outvars[0].aval
             same = {"new_sizes": aval.shape, "dimensions": None, "sharding": None}
             eqns.append(eqn.replace(primitive=reshape_p, params=same))
         else:
-            eqns.append(eqn if all(params[name] is part for name, part in eqn.params.items()) else eqn.replace(params=params))
-    return value if all(a is b for a, b in zip(eqns, value.eqns, strict=True)) else value.replace(eqns=eqns)
+            eqns.append(eqn.replace(params={name: _unconstrained(part) for name, part in eqn.params.items()}))
+    return value.replace(eqns=eqns)
 
 
 def as_array(number: Any, aval: Any) -> jax.Array:

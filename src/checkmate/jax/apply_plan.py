@@ -43,7 +43,7 @@ class PlannedProgram:
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._fences, self.saved, self._last_read = self._lives(self._fenced())
-        self._waits = {} if not self._waiting else self._in_order(self._computed_again())
+        self._waits = self._in_order(self._computed_again()) if self._waiting else {}
         # XLA would make constants that are stored, and each copy of them, when the program begins.
         stored = {v for chain in capture.members for e in chain if e.kind not in FUSED | REDUCTIONS for v in e.read}
         stored.update(v for chain in capture.members if len(chain) == 1 for v in chain[0].outputs)
@@ -82,7 +82,7 @@ class PlannedProgram:
                 for v in self._last_read[p]:
                     values.pop(v, None)
             return
-        newest = None if not self._waiting else self._newest(values, reversed(self.order[:start]))
+        newest = self._newest(values, reversed(self.order[:start])) if self._waiting else None
         made: _Made = {}
         for p in range(start, stop):
             op = self.order[p]

@@ -37,7 +37,7 @@ from checkmate.jax._compat import as_varying, lowered, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, Fusions, capture_trace
 from checkmate.jax.graph.loops import Loops
-from checkmate.jax.graph.trace import Equation, as_called
+from checkmate.jax.graph.trace import Equation, as_called, given_bytes
 from checkmate.jax.profiler import environment, estimate, estimated_ns, quickly, signature
 
 _log = logging.getLogger("checkmate.jax")
@@ -172,11 +172,11 @@ class Compilation:
 
     def temp_bytes(self, result: Result) -> int:
         """Bytes of temporary values of a plan, with those of cotangents that the caller gives."""
-        order, boundary = result.plan.order, self.capture.boundary
+        order = result.plan.order
         if order not in self.known:
             with progress.shown("compiling a plan"):
                 made = self._compiled(PlannedProgram(self.capture, result.plan, exact=self.exact))
-            self.known[order] = made + (0 if boundary is None else boundary.given_bytes)
+            self.known[order] = made + given_bytes(self.capture.boundary)
             PlanStore(self.key).add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
         return self.known[order]
 
@@ -232,12 +232,16 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
 
 def _as_it_is(compilation: Compilation, wanted: Budget) -> Planned | None:
     """The function as XLA compiles it without a plan, if that is known and keeps the budget."""
-    fusions, fixed = compilation.fusions, fixed_bytes(compilation.capture.graph)
-    if fusions is None or fixed + fusions.temp_bytes > (
-        budget := wanted.within(fixed_bytes=fixed, keep_all_bytes=fixed + fusions.temp_bytes)
-    ):
+    graph, fusions = compilation.capture.graph, compilation.fusions
+    if fusions is None:
         return None
-    progress.planned(compilation.capture.graph, result := keep_everything(compilation.capture.graph))
+    fixed = fixed_bytes(graph)
+    needed = fixed + fusions.temp_bytes
+    budget = wanted.within(fixed_bytes=fixed, keep_all_bytes=needed)
+    if needed > budget:
+        return None
+    result = keep_everything(graph)
+    progress.planned(graph, result)
     return Planned(compilation.capture, result, budget, fusions.temp_bytes, as_it_is=True)
 
 

@@ -15,7 +15,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.plan_store import sources_digest
 from checkmate.jax._compat import lowered
 from checkmate.jax.graph.capture import Fusions, collectives_of
-from checkmate.jax.graph.trace import Boundary, Trace, as_called, result
+from checkmate.jax.graph.trace import Boundary, Trace, as_called, given_bytes, result
 from checkmate.jax.profiler import known_or_made, quickly, signature
 
 _SCOPE = "checkmate.equation."  # around each equation, before its position in the program; XLA keeps it with each instruction
@@ -49,8 +49,8 @@ def _compiled(trace: Trace, boundary: Boundary | None) -> Fusions:
     function, specs = as_called(run, trace, boundary)
     with progress.shown("compiling the program"):
         compiled: Any = lowered(function, specs).compile(compiler_options=quickly())
-    given = 0 if boundary is None else boundary.given_bytes
-    return _read(compiled.as_text() or "", int(compiled.memory_analysis().temp_size_in_bytes) + given)
+    temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
+    return _read(compiled.as_text() or "", temp_bytes + given_bytes(boundary))
 
 
 def _read(text: str, temp_bytes: int) -> Fusions:

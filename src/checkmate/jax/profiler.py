@@ -68,9 +68,10 @@ def estimated_ns(chain: Chain, device: str = "CPU") -> int:
     """Time of an op from its arithmetic and the bytes that it reads and writes, on a device with a profile."""
     last = chain[-1].eqn
     read = types_from_outside(chain).values()
-    loops = [moved_bytes(e.eqn) for e in chain if len(chain) == 1 or any(jaxprs_in_params(e.eqn.params))]
-    own = sum(map(type_bytes, [*read, *(v.aval for v in last.outvars)])) if len(chain) > 1 else 0
-    moved = max(own, *loops, 0)
+    moved = moved_bytes(last)
+    if len(chain) > 1:
+        loops = [moved_bytes(equation.eqn) for equation in chain if any(jaxprs_in_params(equation.eqn.params))]
+        moved = max(sum(map(type_bytes, [*read, *(v.aval for v in last.outvars)])), *loops, 0)
     kind = str(getattr(last.outvars[0].aval, "dtype", "float32")) if last.outvars else "float32"
     total = sum(flops(equation.eqn) for equation in chain)
     found = load_device(device)

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from checkmate.core.errors import SolverError
-from checkmate.jax._compat import as_function, barrier, is_of_a_plan, opened, traced_as
+from checkmate.jax._compat import any_equation, as_function, barrier, is_of_a_plan, opened, traced_as
 from checkmate.jax.graph.capture import is_broadcast
 from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
@@ -186,11 +185,8 @@ class Loops:
 
 def _must_run_once(equation: Equation) -> bool:
     """Whether a loop has effects, or a plan in its body; collectives inside only need their axes."""
-    return _has_plan(equation.eqn) or any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.eqn.effects)
-
-
-def _has_plan(eqn: Any) -> bool:
-    return is_of_a_plan(eqn) or any(_has_plan(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
+    effects = (type(effect).__name__ for effect in equation.eqn.effects)
+    return any(name != "NamedAxisEffect" for name in effects) or any_equation(equation.eqn.params["jaxpr"], is_of_a_plan)
 
 
 def _value(values: dict[int, Any], source: Source) -> Any:

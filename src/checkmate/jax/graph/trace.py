@@ -204,10 +204,11 @@ class Boundary:
     tangents: tuple[int, ...]  # arguments of the trace that only the backward reads
     specs: tuple[Any, ...]  # their shapes and types
 
-    @property
-    def given_bytes(self) -> int:
-        """Bytes of cotangents that the caller gives, which XLA counts as arguments; that of a loss is constant."""
-        return sum(map(type_bytes, self.specs)) if any(spec.shape for spec in self.specs) else 0
+
+def given_bytes(boundary: Boundary | None) -> int:
+    """Bytes of cotangents that the caller gives, which XLA counts as arguments; that of a loss is constant."""
+    specs = () if boundary is None else boundary.specs
+    return sum(map(type_bytes, specs)) if any(spec.shape for spec in specs) else 0
 
 
 def as_called(
@@ -216,7 +217,7 @@ def as_called(
     """A program with the constant cotangent that `jax.grad` gives to a loss, and the types of its other arguments."""
     types = [trace.types[v] for v in trace.arguments]
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
-    scalars = () if boundary is None or boundary.given_bytes else boundary.specs
+    scalars = () if boundary is None or given_bytes(boundary) else boundary.specs
     return lambda *given: program([*given, *(jnp.ones((), s.dtype) for s in scalars)]), specs[: len(specs) - len(scalars)]
 
 
