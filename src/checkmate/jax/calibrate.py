@@ -347,18 +347,26 @@ class _Programs:
 
     def cheapest(self, target_bytes: int) -> Result:
         """The cheapest plan within some live bytes: of the program as it is, or of one whose loops save less."""
+        loops = self.plain.loops
         found: list[Result] = []
-        failure: InfeasibleBudgetError | PlanNotFoundError | None = None
-        for plan in (self.by_graph[self.plain.capture.graph.digest][1], self._with_loops):
+        failures: list[InfeasibleBudgetError | PlanNotFoundError] = []
+
+        def plan(program: Compilation) -> None:
             try:
-                found.append(plan(target_bytes))
+                found.append(self._add(program)(target_bytes))
             except (InfeasibleBudgetError, PlanNotFoundError) as error:
-                failure = failure or error
-            if (found and found[0].overhead == 1) or not self.plain.loops.stacked_bytes:
-                break
+                failures.append(error)
+
+        plan(self.plain)
+        if loops.stacked_bytes and not (found and found[0].overhead == 1):
+            kept, saved_bytes = self._with_loops(target_bytes)
+            found += kept
+            if saved_bytes < loops.carry_bytes:  # other ops that are computed again may cost less than nested loops
+                plan(self.plain.saving(loops.carry_bytes))
+            if not found:
+                plan(self.plain.saving(0))
         if not found:
-            assert failure is not None
-            raise failure
+            raise failures[0]
         return min(found, key=lambda result: result.cost)
 
     def smallest(self, enough_bytes: int, *, alike: bool = False) -> Result:
@@ -379,25 +387,22 @@ class _Programs:
         fewer = found.peak_bytes - fixed < 0.97 * (whole.peak_bytes - fixed)
         return found if fewer else whole
 
-    def _with_loops(self, target_bytes: int) -> Result:
-        """Loops save as much as they can so that nothing else is computed again, or else as little as they can."""
+    def _with_loops(self, target_bytes: int) -> tuple[list[Result], int]:
+        """The plan that computes nothing again but in loops, if there is one, and about the most bytes that these can then save."""
         left, most = self.plain.loops.stacked_bytes, target_bytes - keep_everything(self.plain.capture.graph).peak_bytes
-        best: Result | None = None
+        best: list[Result] = []
         low, high, change = 0, left, min(0, most)
         for _ in range(4):
             left = min(high, max(low, left + change))
-            planner = self._add(self.plain.saving(left))
-            result = keep_everything(planner.graph)
+            result = keep_everything(self._add(self.plain.saving(left)).graph)
             change = target_bytes - result.peak_bytes
             if change >= 0:
-                best, low = min(best or result, result, key=lambda result: result.cost), left
-            elif not left:
-                return planner(target_bytes)
+                best, low = [min([*best, result], key=lambda result: result.cost)], left
             else:
                 high = left - 1
             if 0 <= change <= 0.01 * target_bytes or low >= high:
                 break
-        return best or self._add(self.plain.saving(0))(target_bytes)
+        return best, low
 
     def _add(self, compilation: Compilation) -> Replanner:
         graph = compilation.capture.graph

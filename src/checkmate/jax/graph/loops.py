@@ -7,6 +7,7 @@ carry before the iteration, and from what the first loop was given. An integer p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,11 +47,11 @@ class _Loop:
         count = self.equation.eqn.params["num_carry"]
         return list(values[:count]), list(values[count:])
 
-    def run(self, body: Any, carry: Any, stacks: Any) -> tuple[Any, Any]:
-        """The loop with another body."""
+    def run(self, body: Any, carry: Any, stacks: Any, length: int) -> tuple[Any, Any]:
+        """Some iterations of the loop with another body."""
         params = self.equation.eqn.params
         with traced_as(self.equation.eqn):
-            return jax.lax.scan(body, carry, stacks, params["length"], params["reverse"], params["unroll"])
+            return jax.lax.scan(body, carry, stacks, length, params["reverse"], params["unroll"])
 
 
 class _Pair:
@@ -73,11 +74,22 @@ class _Pair:
         self._carries = [v for v in carries if (v not in free and any(v in e.read for e in body.equations)) or v in wanted]
         self._program = cut_program(body.equations, wanted, {v: j for j, v in enumerate(made)}, sizes)
         self.stacked_bytes = self.length * sum(body.size_bytes(v) for v in wanted if v in {*made, *self._carries})
-        self._carry_bytes = self.length * sum(map(body.size_bytes, self._carries))
+        self._each_bytes, self._restart_bytes = (sum(map(body.size_bytes, some)) for some in (self._carries, carries))
+        self.carry_bytes = self.length * self._each_bytes
+        self._inner = self.length
 
     def choose(self, room_bytes: float) -> None:
-        """Choose the values that the loop saves, within some bytes as far as the carries leave them."""
-        most = max(0.0, room_bytes - self._carry_bytes)
+        """Choose the values that the loop saves, within some bytes as far as the carries leave them.
+
+        Below the bytes of all carries the loop is nested: inner loops save only their first carries, and run again.
+        """
+
+        def left(inner: int) -> float:
+            return room_bytes - (self.length // inner * self._restart_bytes * (inner < self.length) + inner * self._each_bytes)
+
+        lengths = [n for n in range(2, self.length + 1) if self.length % n == 0]
+        self._inner = self.length if left(self.length) >= 0 else max(lengths, key=left)
+        most = max(0.0, left(self._inner)) * self.length / self._inner
         again, saved, _ = cheapest_cut(self._program, self._cost, self._sizes, min(most, self._sizes.sum()), price=1e-12)
         body = self.loop.body
         self.again = [e for e, chosen in zip(body.equations, again, strict=True) if chosen]
@@ -89,8 +101,24 @@ class _Pair:
 
     def forward(self, values: dict[int, Any]) -> list[Any]:
         """Run the loop: its carries and kept stacks go to `values`, and the stacks of the saved values are returned."""
-        loop, body = self.loop, self.loop.body
+        loop, step = self.loop, self._step(values)
         _, carry, stacks = loop.split([_value(values, s) for s in loop.equation.inputs])
+
+        def of_some(carry: Any, slices: Any) -> Any:
+            ends, (kept, _) = loop.run(step, carry, slices, self._inner)
+            return ends, (kept, carry)
+
+        if self._inner == self.length:
+            ends, (kept, saved) = loop.run(step, carry, stacks, self.length)
+        else:
+            ends, (kept, saved) = loop.run(of_some, carry, self._folded(stacks), self.length // self._inner)
+            kept = self._unfolded(kept)
+        values.update(zip((*loop.ends(loop.equation.outputs)[0], *self.kept), (*ends, *kept), strict=True))
+        return saved
+
+    def _step(self, values: dict[int, Any]) -> Callable[[Any, Any], Any]:
+        """The body of the loop; it stacks what others read, and what is saved."""
+        loop, body = self.loop, self.loop.body
 
         def step(carry: Any, slices: Any) -> Any:
             given = (*loop.constants(values), *carry, *slices)
@@ -100,9 +128,7 @@ class _Pair:
             ends = [result(local, source) for source in loop.ends(body.results)[0]]
             return ends, ([result(local, source) for source in self.kept.values()], [local[v] for v in self.saved])
 
-        ends, (kept, saved) = loop.run(step, carry, stacks)
-        values.update(zip((*loop.ends(loop.equation.outputs)[0], *self.kept), (*ends, *kept), strict=True))
-        return saved
+        return step
 
     def backward(self, values: dict[int, Any], saved: list[Any]) -> None:
         """Run the loop of the derivative, in which each iteration computes again what is not saved."""
@@ -127,8 +153,24 @@ class _Pair:
             read = [stack if source is None else result(local, source) for stack, source in pairs]
             return own.ends(run(*own.constants(values), *carry, *read))
 
-        ends, ys = own.run(step, carry, (stacks, given, known, saved))  # None has no leaves, and stays None in every iteration
+        def of_some(carry: Any, slices: Any) -> Any:
+            stacks, given, known, first = slices
+            _, (_, saved) = theirs.run(self._step(values), first, given, self._inner)
+            return own.run(step, carry, (stacks, given, known, saved), self._inner)
+
+        slices = (stacks, given, known)  # None has no leaves, and stays None in every iteration
+        if self._inner == self.length:
+            ends, ys = own.run(step, carry, (*slices, saved), self.length)
+        else:
+            ends, ys = own.run(of_some, carry, (*self._folded(slices), saved), self.length // self._inner)
+            ys = self._unfolded(ys)
         values.update(zip(own.equation.outputs, (*ends, *ys), strict=True))
+
+    def _folded(self, stacks: Any) -> Any:
+        return jax.tree.map(lambda a: a.reshape(-1, self._inner, *a.shape[1:]), stacks)
+
+    def _unfolded(self, stacks: Any) -> Any:
+        return jax.tree.map(lambda a: a.reshape(self.length, *a.shape[2:]), stacks)
 
 
 class Loops:
@@ -159,6 +201,9 @@ class Loops:
                 taken.update((id(equation), reader))
                 self._pairs.append(_Pair(loop, loops[reader], found[reader], cost_ns))
         self.stacked_bytes = sum(pair.stacked_bytes for pair in self._pairs)
+        shares = [pair.carry_bytes / max(1, pair.stacked_bytes) for pair in self._pairs]
+        # If loops save fewer bytes, some of them are nested.
+        self.carry_bytes = math.ceil(self.stacked_bytes * min(1, max(shares, default=0)))
 
     def saving(self, room_bytes: int, arguments: Sequence[Any]) -> Trace:
         """The program for the same arguments, whose loops stack about `room_bytes` at most for their derivatives."""
