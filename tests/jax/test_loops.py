@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 import checkmate
 import checkmate.jax as cj
 from checkmate.core.budget import fixed_bytes
-from tests.jax.networks import difference, transformer, transformer_loss
+from tests.jax.networks import difference, identical, transformer, transformer_loss
 
 LAYERS = 6
 
@@ -89,6 +89,34 @@ def test_loops_save_less_within_a_budget(loss):
     assert 1 < planned.result.overhead < 1.34
     exact, given = (jax.jit(jax.value_and_grad(f))(weights, x) for f in (loss, planned))
     assert difference(exact, given) < 1e-5
+
+
+def narrow(weights, x, wrap=lambda body: body):
+    """Many layers whose carry is most of what they save."""
+    many = jax.tree.map(lambda w: jnp.concatenate([w] * 4), weights)
+
+    def body(x, w):
+        return x + 0.1 * jnp.tanh(x @ w["up"][:, :16] @ w["down"][:16]), None
+
+    return (jax.lax.scan(wrap(body), x, many)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_loops_are_nested_within_smaller_budgets(exact):
+    """Inner loops save only their first carries, and run again: fewer bytes than `jax.checkpoint` around each body needs."""
+    weights, x = layers()
+    of_bodies = jax.jit(jax.grad(functools.partial(narrow, wrap=jax.checkpoint)), compiler_options=cj.compiler_options())
+    needed = of_bodies.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
+    whole, refused = (cj.remat(narrow, budget=budget, costs="estimated", time_limit_s=2, exact=exact) for budget in ("100%", 1))
+    with pytest.raises(checkmate.InfeasibleBudgetError) as error:
+        jax.eval_shape(jax.grad(refused), weights, x)
+    planned = cj.remat(narrow, budget=error.value.smallest_bytes, costs="estimated", time_limit_s=2, exact=exact)
+    taken = temp_bytes(jax.grad(planned), weights, x)
+    assert taken < 0.9 * needed
+    assert fixed_bytes(planned.graph) + taken <= planned.budget_bytes
+    expected, given = (jax.jit(jax.grad(f))(weights, x) for f in (whole, planned))
+    assert difference(expected, given) < 1e-5
+    assert not exact or identical(expected, given)
 
 
 @pytest.mark.parametrize(("loss", "arguments"), [(unread, layers), (transformer_loss, transformer)])

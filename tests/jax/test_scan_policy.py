@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import checkmate
 import checkmate.jax as cj
 from checkmate.jax.arguments import Arguments, FlatFunction
+from checkmate.jax.names import Choices, Naming
 from checkmate.jax.profiler import cost_source
-from checkmate.jax.scan.choices import Choices
-from checkmate.jax.scan.groups import Naming
 from tests.jax.networks import block, difference
 
 LENGTH = 8
@@ -124,3 +124,64 @@ def test_bad_options_are_refused(specs, options, message):
     """Before anything is traced."""
     with pytest.raises(checkmate.OptionError, match=message):
         cj.policy(layer, *specs, **options)
+
+
+def own_names(x, w):
+    hidden = checkpoint_name(x @ w["up"], "mlpwi")
+    return checkpoint_name(jnp.tanh(hidden) @ w["down"], "mlpwo"), None
+
+
+OWN = (
+    jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    {
+        "up": jax.ShapeDtypeStruct((8, 32), jnp.float32),
+        "down": jax.ShapeDtypeStruct((32, 8), jnp.float32),
+    },
+)
+
+
+def test_names_of_the_body_are_chosen_among():
+    """Where a model names its values, as MaxText's do, the body is used as it is."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names="own")
+    assert found.block is own_names
+    assert found.offered == ("mlpwi", "mlpwo")
+    assert found.names == ("mlpwi",)
+    named = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated")
+    assert not set(named.names).intersection(found.offered)
+
+
+def test_a_name_that_is_never_attached_is_refused():
+    """A policy with it would save nothing, without a word."""
+    with pytest.raises(checkmate.OptionError, match="gives no value the name query_proj"):
+        cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names=["mlpwi", "query_proj"])
+
+
+def test_lines_for_maxtext():
+    """The keys and values of ``configs/base.yml``: names of MaxText, each on the device or computed again."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names="own")
+    lines = dict(line.split(": ") for line in cj.maxtext_config(found).splitlines())
+    assert lines == {"remat_policy": "'custom'", "decoder_layer_input": "'device'", "mlpwi": "'device'", "mlpwo": "'remat'"}
+
+
+def test_values_that_maxtext_does_not_name_are_refused():
+    """Names that are given here mean nothing to MaxText."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated")
+    with pytest.raises(checkmate.OptionError, match="has no value own_names"):
+        cj.maxtext_config(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [(lambda x, p: x, "must be a pair"), (lambda x, p: (x[0], None), "equal types")],
+    ids=["no pair", "other carry"],
+)
+def test_what_is_no_body_is_refused(specs, body, message):
+    """With the error of `jax.lax.scan`, before anything is compiled."""
+    with pytest.raises(TypeError, match=message):
+        cj.policy(body, *specs, length=LENGTH, budget="1GiB", costs="estimated")
+
+
+def test_a_body_inside_a_transformation_is_refused(specs, arrays):
+    """Its arguments are tracers there."""
+    with pytest.raises(checkmate.GraphError, match="inside a transformation"):
+        jax.jit(lambda x: cj.policy(layer, x, specs[1], length=LENGTH, budget="1GiB", costs="estimated").saved_bytes)(arrays[0])

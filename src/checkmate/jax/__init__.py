@@ -11,14 +11,11 @@ if find_spec("jax") is None:
 
 from checkmate.jax._compat import compiler_options
 from checkmate.jax.planned_function import PlannedFunction, remat
-from checkmate.jax.scan.groups import LayerGroup
-from checkmate.jax.scan.planned_scan import PlannedScan, ScanPolicy, maxtext_config, policy, scan
+from checkmate.jax.scan_policy import ScanPolicy, maxtext_config, policy
 from checkmate.jax.step import PlannedStep, capture, plan
 
 __all__ = [
-    "LayerGroup",
     "PlannedFunction",
-    "PlannedScan",
     "PlannedStep",
     "ScanPolicy",
     "capture",
@@ -27,5 +24,4 @@ __all__ = [
     "plan",
     "policy",
     "remat",
-    "scan",
 ]

@@ -153,20 +153,31 @@ def compiler_options() -> dict[str, str]:
     return dict(_BARRIERS_TO_THE_END) if _removes_barriers(jax.default_backend()) else {}
 
 
-def barrier(arrays: Any) -> Any:
+def barrier(arrays: Any, *, in_body: bool = False) -> Any:
     """An array, or a nest of arrays, behind a barrier to the end of compilation: XLA merges and moves nothing across it.
 
-    It is a call that XLA may not inline, on devices whose XLA removes barriers early.
+    It is a call that XLA may not inline, on devices whose XLA removes barriers early. One that is `in_body` is part of the body
+    of a loop that is planned.
     """
     if not _removes_barriers(jax.default_backend()):
         return jax.lax.optimization_barrier(arrays)
     with set_xla_metadata(inlineable="false"):
-        return _barrier_of_a_plan(arrays)
+        return (_barrier_in_a_body if in_body else _barrier_of_a_plan)(arrays)
 
 
 @jax.jit
 def _barrier_of_a_plan(arrays: Any) -> Any:
     return jax.lax.optimization_barrier(arrays)
+
+
+@jax.jit
+def _barrier_in_a_body(arrays: Any) -> Any:
+    return jax.lax.optimization_barrier(arrays)
+
+
+def is_in_a_body(eqn: Any) -> bool:
+    """Whether an equation is a barrier in the body of a loop, which stays a call."""
+    return eqn.params.get("name") == "_barrier_in_a_body"
 
 
 def is_of_a_plan(eqn: Any) -> bool:

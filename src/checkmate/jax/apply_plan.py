@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import as_array, barrier, bind, is_tracer, varying_axes
 from checkmate.jax.graph.capture import FUSED, REDUCTIONS, VIEWS, Capture, has_effects
-from checkmate.jax.graph.trace import POINTWISE, result, trace_flat
+from checkmate.jax.graph.trace import POINTWISE, behind_barriers, result
 
 _Made = dict[tuple[int, ...], tuple[list[Any], dict[int, Any]]]
 """Values that equations read and computed, by the identities of equations and of the values that they read."""
@@ -257,41 +255,3 @@ class PlannedProgram:
                 read.clear()
         fences = {p: sorted(values.difference(capture.trace.constants)) for p, values in found.items()}
         return {p: fence for p, fence in fences.items() if fence}, saved, last_read
-
-
-def behind_barriers(values: Mapping[int, Any], numbers: Iterable[int]) -> dict[int, Any]:
-    """Some values behind a barrier: XLA cannot fuse their readers with earlier computations, or move these computations.
-
-    In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary: there is one
-    barrier for each set of axes along which values differ. Every recomputation also reads a value that depends on the batch.
-    """
-    by_axes: dict[frozenset[str], list[int]] = {}
-    for v in numbers:
-        by_axes.setdefault(varying_axes(values[v]), []).append(v)
-    found: dict[int, Any] = {}
-    for some in by_axes.values():
-        found.update(zip(some, barrier([values[v] for v in some]), strict=True))
-    return found
-
-
-def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of nests of arrays that computes the same results, with a barrier around each equation."""
-
-    def run(*arguments: Any) -> Any:
-        given, nest = jax.tree.flatten(arguments)
-        answer: Any = None
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal answer
-            leaves, answer = jax.tree.flatten(function(*jax.tree.unflatten(nest, arrays)))
-            return leaves
-
-        trace = trace_flat(flat, *given, checkpoints=False)
-        values = dict(zip(trace.arguments, given, strict=True)) | dict(trace.constants)
-        for equation in trace.equations:
-            values.update(equation.computed(behind_barriers(values, equation.read)))
-        numbers = dict.fromkeys(v for v in trace.results if isinstance(v, int))
-        values.update(behind_barriers(values, list(numbers)))
-        return jax.tree.unflatten(answer, [result(values, v) for v in trace.results])
-
-    return run

@@ -118,8 +118,8 @@ class Compilation:
 
     @functools.cached_property
     def loops(self) -> Loops:
-        """The loops of the program with their derivatives; none in an exact program, whose loops keep their bits."""
-        return Loops(self.capture.trace, estimated_ns, none=self.exact)
+        """The loops of the program with their derivatives."""
+        return Loops(self.capture.trace, estimated_ns)
 
     def of(self, plan: Plan) -> Compilation:
         """The program that a plan was made for, with loops that save as many bytes."""
@@ -318,18 +318,15 @@ def _of_any_loops(result: Result, plain: Compilation, chosen: Compilation) -> Re
 
 
 def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
-    """The refusal, with a way to save less in a loop over layers or batches if it needs more bytes than any other op."""
+    """The refusal, with a way to save less in a loop over batches if it needs more bytes than any other op."""
 
     def needs(op: Op) -> int:
         return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
 
     largest = max(graph.ops, key=needs)
-    if largest.kind != "scan":
+    if largest.kind != "scan" or any(op.kind == "scan" and op.phase == "backward" for op in graph.ops):
         return error
-    where = f"the loop at {largest.source or largest.name}"
-    way = f"plan what the body of {where} derives, by checkmate.jax.remat"
-    if any(op.kind == "scan" and op.phase == "backward" for op in graph.ops):
-        way = f"run {where}, which saves the carry of every layer, by checkmate.jax.scan, which nests loops"
+    way = f"plan what the body of the loop at {largest.source or largest.name} derives, by checkmate.jax.remat"
     return error.with_hint(f"{way}; or {error.hint}")
 
 
@@ -388,7 +385,7 @@ class _Programs:
         return found if fewer else whole
 
     def _with_loops(self, target_bytes: int) -> tuple[list[Result], int]:
-        """The plan that computes nothing again but in loops, if there is one, and about the most bytes that these can then save."""
+        """The plan that computes nothing again but in loops, if there is one, and about the bytes that these can save."""
         left, most = self.plain.loops.stacked_bytes, target_bytes - keep_everything(self.plain.capture.graph).peak_bytes
         best: list[Result] = []
         low, high, change = 0, left, min(0, most)

@@ -23,6 +23,7 @@ from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, 
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import KEEP_SHAPES, capture_trace, collectives_of
+from checkmate.jax.graph.loops import with_bodies_alone
 from checkmate.jax.graph.trace import Pure, fingerprint, is_inexact, trace_pair, with_derivative
 from checkmate.jax.profiler import cost_source
 
@@ -131,6 +132,7 @@ class PlannedFunction(Figures):
         self, pure: Pure, results: Sequence[Any], values: Sequence[Any], wanted: Sequence[int]
     ) -> tuple[Planned, PlannedProgram]:
         trace, boundary = trace_pair(pure, values, wanted, results)
+        trace = with_bodies_alone(trace) if self._exact else trace
         name, fusions = getattr(self._function, "__name__", "function"), fusions_of(trace, boundary)
         captured = capture_trace(trace, self._costs, name, boundary=boundary, fusions=fusions)
         axes = _sizes(collectives_of(equation.eqn for equation in trace.equations))

@@ -23,6 +23,7 @@ from checkmate.jax.arguments import Arguments, FlatFunction, has_modules, has_nu
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
 from checkmate.jax.fusions import fusions_of
 from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.loops import with_bodies_alone
 from checkmate.jax.graph.trace import Trace, trace_flat
 from checkmate.jax.profiler import cost_source
 
@@ -130,7 +131,7 @@ def plan(
         >>> new_w, loss = jax.jit(planned)(jnp.ones((8, 8)), jnp.ones((8, 8)))
     """
     planning = PlanningOptions.of(budget=budget, **options)
-    arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
+    arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs, exact=exact)
     compilation = Compilation(captured, arguments.arrays, positions, exact=exact, verify=verify)
     planned = planned_within(compilation, planning)
     program = PlannedProgram(planned.capture, planned.result.plan, exact=exact, barriers=not planned.as_it_is)
@@ -159,11 +160,16 @@ def capture(
         >>> [op.kind for op in graph.ops]
         ['dot_general', 'reduce_sum']
     """
-    return _captured(step, specs, donate_argnums, costs)[2].graph
+    return _captured(step, specs, donate_argnums, costs, exact=False)[2].graph
 
 
 def _captured(
-    step: Callable[..., Any], specs: Sequence[Any], donate_argnums: int | Sequence[int], costs: CostSource | str
+    step: Callable[..., Any],
+    specs: Sequence[Any],
+    donate_argnums: int | Sequence[int],
+    costs: CostSource | str,
+    *,
+    exact: bool,
 ) -> tuple[Arguments, FlatFunction, Capture, tuple[int, ...]]:
     """The arguments, the flat function, the captured step, and the positions of donated arrays."""
     if not callable(step):
@@ -189,7 +195,7 @@ def _captured(
                 hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; "
                 "inside a transformation use checkmate.jax.remat",
             )
-        trace = _traced(flat, arguments)
+        trace = with_bodies_alone(_traced(flat, arguments)) if exact else _traced(flat, arguments)
         ends = list(
             itertools.accumulate((len(Arguments.of((spec,), {}, trace_numbers=True).arrays) for spec in specs), initial=0)
         )

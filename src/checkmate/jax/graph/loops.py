@@ -18,7 +18,7 @@ import numpy as np
 from checkmate.core.errors import SolverError
 from checkmate.jax._compat import any_equation, as_function, barrier, is_of_a_plan, opened, traced_as
 from checkmate.jax.graph.capture import is_broadcast
-from checkmate.jax.graph.trace import Equation, Source, Trace, flattened, result
+from checkmate.jax.graph.trace import Equation, Source, Trace, behind_barriers, flattened, result
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.program import Floats, Program, ProgramBuilder
 
@@ -176,7 +176,7 @@ class _Pair:
 class Loops:
     """The loops of a trace that have a derivative in it; ``stacked_bytes`` are those of the stacks that could be left out."""
 
-    def __init__(self, trace: Trace, cost_ns: Callable[..., int], *, none: bool = False) -> None:
+    def __init__(self, trace: Trace, cost_ns: Callable[..., int]) -> None:
         self._trace = trace
         readers: dict[int, list[Equation]] = {}
         for equation in trace.equations:
@@ -184,7 +184,7 @@ class Loops:
                 readers.setdefault(v, []).append(equation)
         results = {v for v in trace.results if isinstance(v, int)}
         self._pairs: list[_Pair] = []
-        scans = [] if none else [e for e in trace.equations if e.kind == "scan" and not _must_run_once(e)]
+        scans = [e for e in trace.equations if e.kind == "scan" and not _must_run_once(e)]
         makers = {e.outputs[0]: e for e in trace.equations if is_broadcast(e)}
         loops = {id(e): _Loop(e, flattened(e.eqn.params["jaxpr"]), makers) for e in scans}
         taken = set[int]()
@@ -226,6 +226,30 @@ class Loops:
             return [result(values, v) for v in trace.results]
 
         return flattened(jax.make_jaxpr(run)(*arguments))
+
+
+def with_bodies_alone(trace: Trace) -> Trace:
+    """The trace with a barrier before each equation in its loops, which have the same bits then whatever they save."""
+
+    def alone(closed: Any) -> Any:
+        body = flattened(closed, checkpoints=False)
+
+        def run(*arrays: Any) -> list[Any]:
+            values = dict(zip(body.arguments, arrays, strict=True)) | dict(body.constants)
+            for equation in body.equations:
+                values.update(equation.computed(behind_barriers(values, equation.read, in_body=True)))
+            values.update(behind_barriers(values, (v for v in dict.fromkeys(body.results) if isinstance(v, int)), in_body=True))
+            return [result(values, v) for v in body.results]
+
+        return jax.make_jaxpr(run)(*opened(closed)[0].in_avals)
+
+    def changed(equation: Equation) -> Equation:
+        if equation.kind != "scan" or _must_run_once(equation):
+            return equation
+        params = equation.eqn.params
+        return replace(equation, eqn=equation.eqn.replace(params=params | {"jaxpr": alone(params["jaxpr"])}))
+
+    return replace(trace, equations=tuple(map(changed, trace.equations)))
 
 
 def _must_run_once(equation: Equation) -> bool:

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import remat_p
 
 from checkmate.core.errors import GraphError
-from checkmate.jax._compat import as_array, bind, is_of_a_plan, opened, varying_axes, without_unread
+from checkmate.jax._compat import as_array, barrier, bind, is_in_a_body, is_of_a_plan, opened, varying_axes, without_unread
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
@@ -138,7 +138,7 @@ def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = 
                     "the function calls one that has a plan, which another plan would undo",
                     hint="plan the outer function alone, and call the inner one without checkmate.jax.remat: its __wrapped__",
                 )
-            call = eqn.params.get(calls.get(eqn.primitive.name, ""))
+            call = None if is_in_a_body(eqn) else eqn.params.get(calls.get(eqn.primitive.name, ""))
             body = call or _as_xla_runs(eqn)
             if body is None:
                 inlined.append(Equation(eqn, inputs, tuple(numbered(eqn.outvars))))
@@ -267,6 +267,21 @@ def type_bytes(aval: Any) -> int:
 def table_bytes(results: int) -> int:
     """Bytes of XLA's table of pointers to the results of a program; a single result needs none."""
     return 8 * results if results > 1 else 0
+
+
+def behind_barriers(values: Mapping[int, Any], numbers: Iterable[int], *, in_body: bool = False) -> dict[int, Any]:
+    """Some values behind a barrier: XLA cannot fuse their readers with earlier computations, or move these computations.
+
+    In `jax.shard_map`, if one input of a barrier varies along an axis, all its outputs do. Parameters must not vary: there is one
+    barrier for each set of axes along which values differ. Every recomputation also reads a value that depends on the batch.
+    """
+    by_axes: dict[frozenset[str], list[int]] = {}
+    for v in numbers:
+        by_axes.setdefault(varying_axes(values[v]), []).append(v)
+    found: dict[int, Any] = {}
+    for some in by_axes.values():
+        found.update(zip(some, barrier([values[v] for v in some], in_body=in_body), strict=True))
+    return found
 
 
 def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
