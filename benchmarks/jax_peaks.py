@@ -2,7 +2,7 @@
 
 Every cell is a process: a network with one budget (`exact=True`, so that bits are compared), with the smallest
 bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs.
-A loop over 32 layers has one choice for all layers and layers that differ at each budget.
+A loop over 32 layers has a policy for `jax.checkpoint` and a plan at each budget.
 Bytes are those of temporary values as XLA compiles loss and gradients, FLOPs those of the compiled program, times the least
 processor time of several runs, programs in turn. Exit status 1 if a promise breaks.
 
@@ -57,7 +57,7 @@ def main() -> int:
 def run(model: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """One cell."""
     name, _, cell = model.split("-", 2)
-    return run_scan(cell, rounds) if name == SCAN else run_network(name, cell, time_limit_s, rounds)
+    return run_scan(cell, time_limit_s, rounds) if name == SCAN else run_network(name, cell, time_limit_s, rounds)
 
 
 class Program:
@@ -70,7 +70,9 @@ class Program:
 
         self._run = jax.jit(function, compiler_options=cj.compiler_options()).lower(*arguments).compile()
         self._arguments = arguments
-        self.temp_bytes = int(self._run.memory_analysis().temp_size_in_bytes)
+        analysis = self._run.memory_analysis()
+        self.temp_bytes = int(analysis.temp_size_in_bytes)
+        self.fixed_bytes = int(analysis.argument_size_in_bytes + analysis.output_size_in_bytes)
         self.flop = float(self._run.cost_analysis()["flops"]) if not loops else self._traced_flop(function)
 
     def _traced_flop(self, function: Callable[..., Any]) -> float:
@@ -110,11 +112,10 @@ class Compilations:
     """Counts the programs that planning compiles."""
 
     def __init__(self) -> None:
-        from checkmate.jax import calibrate
-        from checkmate.jax.scan import planned_scan
+        from checkmate.jax import calibrate, scan_policy
 
         self.count = 0
-        for module in (calibrate, planned_scan):
+        for module in (calibrate, scan_policy):
             module.temp_bytes = functools.partial(self._compile, module.temp_bytes)
 
     def _compile(self, original: Callable[..., int], *arguments: Any, **keywords: Any) -> int:
@@ -195,8 +196,8 @@ def fixed_bytes(arguments: Sequence[Any]) -> int:
     return sum(a.nbytes for a in jax.tree.leaves((arguments, arguments[0]))) + 4
 
 
-def run_scan(cell: str, rounds: int) -> dict[str, Any]:
-    """A cell of the loop over 32 layers: a budget, with one choice and with layers that differ, or a policy."""
+def run_scan(cell: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+    """A cell of the loop over 32 layers: a budget, with a policy and with plans, or a policy of JAX and a plan."""
     import jax
     import jax_networks
 
@@ -205,56 +206,53 @@ def run_scan(cell: str, rounds: int) -> dict[str, Any]:
 
     length = jax_networks.LENGTH
     block, carry, slices = jax_networks.scanned_layer()
-    x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
     compilations = Compilations()
 
     def program(loop: Callable[..., Any]) -> Program:
         def with_derivative(carry: Any, slices: Any, tangent: Any) -> Any:
-            (last, _), pull = jax.vjp(loop, carry, slices)
-            return last, pull((tangent, None))
+            last, pull = jax.vjp(loop, carry, slices)
+            return last, pull(tangent)
 
         return Program(with_derivative, (carry, slices, carry), loops=True)
 
+    def loop_of(body: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda carry, slices: jax.lax.scan(body, carry, slices)[0]
+
     def under(policy: Any, body: Callable[..., Any] = block) -> Callable[..., Any]:
-        return lambda carry, slices: jax.lax.scan(jax.checkpoint(body, policy=policy), carry, slices)
+        return loop_of(jax.checkpoint(body, policy=policy))
 
     def nested(carry: Any, slices: Any) -> Any:
         outer = 2 ** round(math.log2(length) / 2)
         folded = jax.tree.map(lambda a: a.reshape(outer, length // outer, *a.shape[1:]), slices)
         body = jax.checkpoint(lambda carry, some: jax.lax.scan(jax.checkpoint(block), carry, some))
-        return jax.lax.scan(body, carry, folded)
+        return jax.lax.scan(body, carry, folded)[0]
 
-    plain = program(lambda carry, slices: jax.lax.scan(block, carry, slices))
-    nothing = program(under(jax.checkpoint_policies.nothing_saveable))
-    # The first carry, the slices, the last carry, and the gradients of all of them.
-    fixed = 2 * sum(a.nbytes for a in jax.tree.leaves((carry, slices, carry)))
+    plain, nothing = program(loop_of(block)), program(under(jax.checkpoint_policies.nothing_saveable))
 
-    def planned(find: Callable[..., Any], room_bytes: int, exact: Program | None = None) -> tuple[Program, dict[str, Any]]:
+    def chosen(room_bytes: int) -> tuple[Program, dict[str, Any]]:
+        x, one = jax.eval_shape(lambda: (carry, jax.tree.map(lambda a: a[0], slices)))
         began = time.perf_counter()
-        options = {"exact": True} if exact else {}
-        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes, **options))
+        budget = plain.fixed_bytes + room_bytes
+        found, count = compilations.during(lambda: cj.policy(block, x, one, length=length, budget=budget))
         took = time.perf_counter() - began
-        ours = program(found if find is cj.scan else under(found.policy, found.block))
-        return ours, {
-            "room_bytes": fixed + room_bytes - (found.peak_bytes - found.temp_bytes),
-            "temp_bytes": ours.temp_bytes,
-            "flop": ours.flop,
-            "overhead": found.overhead,
-            "bound": found.bound,
-            "compilations": count,
-            "plan_s": took,
-            "groups": [[g.layers, g.nested, "all" if g.everything else len(g.names)] for g in getattr(found, "groups", ())],
-            **compared((exact or plain).results(), ours.results()),
-        }
+        ours = program(under(found.policy, found.block))
+        return ours, figures(ours, room_bytes, plain, found, count, took)
+
+    def planned(room_bytes: int, exact: Program | None = None) -> tuple[Program, dict[str, Any]]:
+        options: Any = {"budget": plain.fixed_bytes + room_bytes, "time_limit_s": time_limit_s, "exact": exact is not None}
+        loop: Any = cj.remat(loop_of(block), **options)
+        began = time.perf_counter()
+        _, count = compilations.during(lambda: jax.eval_shape(lambda *given: jax.vjp(loop, *given)[0], carry, slices))
+        took = time.perf_counter() - began
+        ours = program(loop)
+        return ours, figures(ours, room_bytes, exact or plain, loop.result, count, took)
 
     row: dict[str, Any] = {"whole": {"temp_bytes": plain.temp_bytes, "flop": plain.flop}}
     if cell in SHARES:
         room = nothing.temp_bytes + int(float(cell) * (plain.temp_bytes - nothing.temp_bytes))
-        uniform, row["uniform"] = planned(cj.policy, room)
-        ours, row["plan"] = planned(cj.scan, room)
-        keeping = cj.scan(block, x, one, length=length, budget="1TiB", costs="estimated", exact=True)
-        exactly, row["exact"] = planned(cj.scan, room, exact=program(keeping))
+        uniform, row["uniform"] = chosen(room)
+        ours, row["plan"] = planned(room)
+        exactly, row["exact"] = planned(room, exact=program(cj.remat(loop_of(block), exact=True)))
         times = in_turn([uniform, ours, exactly], rounds)
         for key, time_s in zip(("uniform", "plan", "exact"), times, strict=True):
             row[key]["time_s"] = time_s
@@ -262,12 +260,25 @@ def run_scan(cell: str, rounds: int) -> dict[str, Any]:
     theirs = program(nested if cell == NESTED else under(getattr(jax.checkpoint_policies, cell)))
     row["policy"] = {"temp_bytes": theirs.temp_bytes, "flop": theirs.flop}
     try:
-        ours, row["plan"] = planned(cj.scan, theirs.temp_bytes)
+        ours, row["plan"] = planned(theirs.temp_bytes)
     except checkmate.InfeasibleBudgetError:
         return row
     for key, time_s in zip(("policy", "plan"), in_turn([theirs, ours], rounds), strict=True):
         row[key]["time_s"] = time_s
     return row
+
+
+def figures(ours: Program, room_bytes: int, expected: Program, found: Any, compilations: int, took_s: float) -> dict[str, Any]:
+    """The row of a policy or a plan of the loop."""
+    return {
+        "room_bytes": room_bytes,
+        "temp_bytes": ours.temp_bytes,
+        "flop": ours.flop,
+        "overhead": found.overhead,
+        "compilations": compilations,
+        "plan_s": took_s,
+        **compared(expected.results(), ours.results()),
+    }
 
 
 def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
