@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import checkmate
 import checkmate.jax as cj
 from checkmate.core.budget import fixed_bytes
 from tests.jax.networks import difference, mlp, mlp_loss, value_and_grad
@@ -59,6 +60,29 @@ def test_constraints_on_shardings():
         assert fixed_bytes(planned.graph) + planned.temp_bytes <= planned.budget_bytes
         found.append((planned.budget_bytes, planned.graph.resident_bytes))
     assert found[0] == found[1]
+
+
+def test_arrays_on_an_explicit_mesh():
+    """As `jax.make_mesh` makes it: without `jax.set_mesh` around the call too, but for loops, whose refusal says so."""
+    weights, x = mlp(layers=6, width=64, batch=1024)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    given = (
+        jax.device_put(weights, NamedSharding(mesh, PartitionSpec())),
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
+    )
+    expected = jax.jit(jax.value_and_grad(mlp_loss))(*given)
+    planned = remat(mlp_loss, budget="60%")
+    assert difference(expected, jax.jit(jax.value_and_grad(planned))(*given)) < ROUNDING
+    assert fixed_bytes(planned.graph) + planned.temp_bytes <= planned.budget_bytes
+
+    def scanned(weights, x):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w)), None), x, jnp.stack(weights))[0] ** 2).mean()
+
+    with pytest.raises(checkmate.GraphError, match="explicit axes"):
+        jax.jit(jax.grad(remat(scanned, budget="60%")))(*given)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(remat(scanned, budget="60%")))(*given)
+        assert difference(jax.jit(jax.value_and_grad(scanned))(*given), found) < ROUNDING
 
 
 def normalized_loss(weights, x):

@@ -386,19 +386,38 @@ def test_costs_are_measured_inside_a_trace(caplog):
     assert all(op.cost > 0 for op in loss.graph.ops if op.kind == "dot_general")
 
 
-def test_a_refusal_names_the_loop_that_sums_gradients():
-    """It has no layers: what its body derives can be planned."""
+@pytest.mark.parametrize(("inner", "way"), [(None, "put checkmate.jax.remat around"), ("60%", "lower the budget of")])
+def test_a_refusal_names_the_loop_that_sums_gradients(inner, way):
+    """It has no layers: the loss in its body can be planned, or have a lower budget."""
+    loss = cj.remat(mlp_loss, budget=inner, costs="estimated", time_limit_s=1)
 
     def accumulated(weights, batches):
         def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(mlp_loss)(weights, x)), None
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
 
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
 
     weights, x = mlp(layers=8, width=64, batch=1024)
     with pytest.raises(checkmate.InfeasibleBudgetError, match="budget") as refused:
         cj.plan(accumulated, weights, jnp.stack([x, x]), budget="5%", costs="estimated", time_limit_s=1)
-    assert "by checkmate.jax.remat" in refused.value.hint
+    assert way in refused.value.hint
+
+
+@pytest.mark.parametrize("how", ["step", "second derivative"])
+def test_what_runs_without_a_plan_is_said(caplog, how):
+    """A whole step, which is not differentiated again, and a planned loss that is differentiated twice; once each."""
+    weights, x = mlp(layers=8, batch=512)
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(mlp_loss)(weights, x))
+
+    planned = cj.remat(step if how == "step" else mlp_loss, budget="70%", costs="estimated", time_limit_s=1)
+    run = planned if how == "step" else jax.grad(lambda weights, x: jax.grad(planned)(weights, x)[0].sum())
+    for _ in range(2):
+        jax.eval_shape(run, weights, x)
+    said = [record.message for record in caplog.records if "without a plan" in record.message]
+    assert len(said) == 1
+    assert ("checkmate.jax.plan" if how == "step" else "the first derivative") in said[0]
 
 
 def autoencoder_loss(weights, x, key):

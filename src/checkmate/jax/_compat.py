@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config
+from jax._src.interpreters import ad
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
 from jax.extend.core.primitives import reshape_p, sharding_constraint_p
@@ -108,6 +109,11 @@ def trace_settings() -> Any:
 def is_tracer(value: Any) -> bool:
     """Whether a value is an argument of a transformation that is being traced."""
     return isinstance(value, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_differentiated(value: Any) -> bool:
+    """Whether a value is an argument of a function whose derivative is being traced."""
+    return isinstance(value, (ad.JVPTracer, ad.LinearizeTracer))
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -33,7 +33,7 @@ from checkmate.frontend.options import TIME_LIMIT_S, PlanningOptions
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, SolvedPlans, sources_digest
 from checkmate.frontend.planner import Replanner, keep_everything, near_smallest, planner_for
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.jax._compat import as_varying, lowered, varying_axes
+from checkmate.jax._compat import any_equation, as_varying, is_of_a_plan, lowered, varying_axes
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture, Fusions, capture_trace
 from checkmate.jax.graph.loops import Loops
@@ -227,7 +227,7 @@ def planned_within(compilation: Compilation, options: PlanningOptions) -> Planne
             return planned
         return _as_it_is(compilation, options.budget) or _answered(compilation, options, options.budget)
     except InfeasibleBudgetError as error:
-        raise _naming_the_loop(error, graph) from None
+        raise _naming_the_loop(error, compilation.capture) from None
 
 
 def _as_it_is(compilation: Compilation, wanted: Budget) -> Planned | None:
@@ -317,16 +317,21 @@ def _of_any_loops(result: Result, plain: Compilation, chosen: Compilation) -> Re
     return msgspec.structs.replace(found, remarks=(*result.remarks, remark))
 
 
-def _naming_the_loop(error: InfeasibleBudgetError, graph: Graph) -> InfeasibleBudgetError:
+def _naming_the_loop(error: InfeasibleBudgetError, capture: Capture) -> InfeasibleBudgetError:
     """The refusal, with a way to save less in a loop over batches if it needs more bytes than any other op."""
+    graph = capture.graph
 
     def needs(op: Op) -> int:
         return op.workspace_bytes + sum(graph.values[v].size_bytes for v in {*op.inputs, *op.outputs})
 
-    largest = max(graph.ops, key=needs)
+    largest, chain = max(zip(graph.ops, capture.members, strict=True), key=lambda pair: needs(pair[0]))
     if largest.kind != "scan" or any(op.kind == "scan" and op.phase == "backward" for op in graph.ops):
         return error
-    way = f"plan what the body of the loop at {largest.source or largest.name} derives, by checkmate.jax.remat"
+    loop = f"the loop at {largest.source or largest.name}"
+    planned = any(any_equation(e.eqn.params["jaxpr"], is_of_a_plan) for e in chain if e.kind == "scan")
+    way = (
+        f"lower the budget of checkmate.jax.remat in {loop}" if planned else f"put checkmate.jax.remat around the loss in {loop}"
+    )
     return error.with_hint(f"{way}; or {error.hint}")
 
 
@@ -470,10 +475,12 @@ def _proven(result: Result, bound: float) -> Result:
     )
 
 
-def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
+def temp_bytes(
+    function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = (), options: Mapping[str, str] | None = None
+) -> int:
     """Bytes of temporary values that XLA allocates for a function of flat arrays, above its arguments and results.
 
     The function is compiled but not run. Results may reuse the buffers of donated arguments.
     """
-    analysis: Any = lowered(function, arguments, donated).compile(compiler_options=quickly()).memory_analysis()
-    return int(analysis.temp_size_in_bytes)
+    compiled: Any = lowered(function, arguments, donated).compile(compiler_options=quickly() | dict(options or {}))
+    return int(compiled.memory_analysis().temp_size_in_bytes)

@@ -17,7 +17,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.units import Amount
 from checkmate.frontend.options import TIME_LIMIT_S, CommonOptions, CostSource, PlanningOptions, takes_options
-from checkmate.jax._compat import as_function, is_tracer, opened, trace_settings
+from checkmate.jax._compat import any_equation, as_function, is_differentiated, is_tracer, opened, scopes_of, trace_settings
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction, call_with_modules, has_modules
 from checkmate.jax.calibrate import Compilation, Figures, Planned, planned_within
@@ -43,6 +43,7 @@ class PlannedFunction(Figures):
         self._costs = cost_source(costs)
         self._by_key: dict[str, Planned] = {}
         self._programs: dict[Hashable, tuple[Planned, PlannedProgram]] = {}  # by what a call computes
+        self._warnings = set[str]()
         functools.update_wrapper(self, function, updated=())  # attributes of a planned function are its own
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
@@ -82,8 +83,15 @@ class PlannedFunction(Figures):
     def _differentiable(self, pure: Pure, jaxpr: Any, results: Sequence[Any]) -> Callable[..., list[Any]]:
         """A function of flat arrays, closing over no array, with a derivative that runs a plan."""
 
+        def alone(*values: Any) -> list[Any]:
+            if any_equation(jaxpr, lambda eqn: "transpose(" in scopes_of(eqn)):
+                self._warn("computes gradients, and is not differentiated itself: plan this step with checkmate.jax.plan")
+            return pure(*values)
+
         def forward(*primals: Any) -> tuple[list[Any], Callable[..., Any]]:
             values = [primal.value for primal in primals]
+            if any(map(is_differentiated, values)):
+                self._warn("is differentiated twice: put checkmate.jax.remat around the function that takes the first derivative")
             wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
             with jax.disable_jit(False):
                 program = self._program(pure, jaxpr, results, values, wanted)
@@ -96,9 +104,15 @@ class PlannedFunction(Figures):
             computed, saved = program.forward(values)
             return computed, jax.tree_util.Partial(backward, saved)
 
-        differentiable = jax.custom_vjp(lambda *values: pure(*values))
+        differentiable = jax.custom_vjp(alone)
         differentiable.defvjp(forward, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True)
         return differentiable
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warnings:
+            self._warnings.add(why)
+            name = getattr(self._function, "__name__", "the function")
+            _log.warning("%s runs without a plan, and may exceed its budget. It %s", name, why)
 
     def _program(
         self, pure: Pure, jaxpr: Any, results: Sequence[Any], values: Sequence[Any], wanted: tuple[int, ...]

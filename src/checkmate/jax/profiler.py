@@ -26,7 +26,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource
 from checkmate.jax._compat import lowered
 from checkmate.jax.graph.capture import COLLECTIVES, flops, has_effects, moved_bytes
-from checkmate.jax.graph.trace import Equation, type_bytes, types_from_outside
+from checkmate.jax.graph.trace import Equation, spec_of, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -147,7 +147,7 @@ def _lowered(chain: Chain) -> Any:
             known.update(equation.computed(known))
         return [known[v] for v in chain[-1].outputs]
 
-    return lowered(run, [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types.values()])
+    return lowered(run, list(map(spec_of, types.values())))
 
 
 def _measure(chain: Chain, compiled: Future[Any], call_ns: int) -> OpCost:

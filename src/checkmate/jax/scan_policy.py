@@ -15,7 +15,7 @@ from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.options import CostSource, parsed
-from checkmate.jax._compat import is_tracer
+from checkmate.jax._compat import compiler_options, is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.calibrate import temp_bytes
 from checkmate.jax.graph.trace import Pure, is_inexact, table_bytes, type_bytes, with_derivative
@@ -100,7 +100,7 @@ class _Loop:
         flat, count = self._flat(choice.names), len(self._arguments.arrays)
         pair = with_derivative(flat, self._wanted)
         with progress.shown("compiling a loop"):
-            compiled = temp_bytes(lambda *arrays: pair(arrays[:count], arrays[count:]), self._specs)
+            compiled = temp_bytes(lambda *arrays: pair(arrays[:count], arrays[count:]), self._specs, options=compiler_options())
         planned, needed = self._length * (self._carry_bytes + choice.saved_bytes), self.fixed_bytes + compiled
         cost = self.overhead(choice.cost)
         _log.info("planned %s, compiled %s, overhead %.4f", *map(format_bytes, (self.fixed_bytes + planned, needed)), cost)
@@ -126,7 +126,7 @@ class ScanPolicy:
         overhead: Cost of the loop and its derivative, divided by the cost if everything is saved.
         bound: Proven lower bound on the overhead of all policies that save no more bytes of named values.
         budget_bytes: The budget in bytes.
-        temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
+        temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiles them with `compiler_options`.
         peak_bytes: The same with arguments and results.
     """
 

@@ -216,9 +216,29 @@ def as_called(
 ) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
     """A program with the constant cotangent that `jax.grad` gives to a loss, and the types of its other arguments."""
     types = [trace.types[v] for v in trace.arguments]
-    specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
+    if any(map(needs_mesh, types)) and any(equation.kind in {"scan", "while"} for equation in trace.equations):
+        raise GraphError(
+            "a loop has arrays on a mesh with explicit axes, which it is compiled for before the call",
+            hint="call it within `with jax.set_mesh(mesh):`, or make the mesh with axis_types of jax.sharding.AxisType.Auto",
+        )
+    specs = list(map(spec_of, types))
     scalars = () if boundary is None or given_bytes(boundary) else boundary.specs
     return lambda *given: program([*given, *(jnp.ones((), s.dtype) for s in scalars)]), specs[: len(specs) - len(scalars)]
+
+
+def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and type of an array, to compile for it; an array on an explicit mesh is whole on each device."""
+    sharding = None
+    if needs_mesh(aval):
+        mesh = jax.make_mesh(aval.sharding.mesh.axis_sizes, aval.sharding.mesh.axis_names, aval.sharding.mesh.axis_types)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
+
+
+def needs_mesh(aval: Any) -> bool:
+    """Whether an array is on a mesh with explicit axes, while the call is outside of `jax.set_mesh`."""
+    explicit = hasattr(aval, "sharding") and jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
+    return explicit and jax.sharding.get_abstract_mesh().empty
 
 
 def is_inexact(array: Any) -> bool:
