@@ -144,7 +144,8 @@ class _Pair:
 
         def step(carry: Any, slices: Any) -> Any:
             # Without barriers XLA takes a slice again for each reader, and stores them all.
-            stacks, given, known, saved = jax.tree.map(barrier, slices)
+            *read_again, saved = slices
+            stacks, given, known = jax.tree.map(barrier, read_again)
             local = dict(zip((*fixed, *sliced), (*theirs.constants(values), *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
             for equation in self.again:
