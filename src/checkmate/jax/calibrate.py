@@ -377,7 +377,10 @@ class _Programs:
         Measured costs differ from process to process, and the budget that a refusal names must not: they are estimated, or all
         ops cost alike, which gives another of many plans with this peak.
         """
-        chosen = self.plain.saving(0) if self.plain.loops.stacked_bytes else self.plain
+        chosen, loops = self.plain, self.plain.loops
+        if loops.stacked_bytes:
+            programs = [self.plain.saving(saved_bytes) for saved_bytes in {loops.carry_bytes, 0}]
+            chosen = min(programs, key=lambda program: keep_everything(program.capture.graph).peak_bytes)
         graph = self._add(chosen).graph
         costs = (int(alike) or (estimated_ns(chain) if chain else 0) for chain in chosen.capture.members)
         ops = tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(graph.ops, costs, strict=True))
