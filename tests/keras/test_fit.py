@@ -40,8 +40,9 @@ def cnn(**options: Any) -> keras.Model:
 
 def compiled(model: keras.Model, **options: Any) -> None:
     """Without XLA, whose bits are others."""
-    chosen: dict[str, Any] = {"optimizer": "adam", "metrics": ["accuracy"], "jit_compile": False, **options}
-    model.compile(loss="sparse_categorical_crossentropy", **chosen)
+    loss = "sparse_categorical_crossentropy"
+    chosen: dict[str, Any] = {"optimizer": "adam", "loss": loss, "metrics": ["accuracy"], "jit_compile": False, **options}
+    model.compile(**chosen)
 
 
 def dataset(batch: int = 5) -> tf.data.Dataset:
@@ -402,6 +403,35 @@ def test_a_step_that_exceeds_the_budget_is_planned_again(caplog):
     model.fit(x, y, batch_size=512, verbose=0)
     assert planned.results[0].peak_bytes < first
     assert "planned again within" in caplog.text
+
+
+class Noisy(keras.Model):
+    """Adds noise from an op whose random stream belongs to the function that it is in."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return super().train_step((x + 0.1 * tf.random.uniform(tf.shape(x), seed=7), y))
+
+
+def test_random_streams_that_start_again_are_reported(caplog):
+    """A function for each size of a batch, and a stream for each function, where `fit` has one."""
+    inputs = keras.Input((4,))
+    model = Noisy(inputs, layers.Dense(1)(inputs))
+    compiled(model, loss="mse", metrics=None)
+    fit_within(model, "1GiB", time_limit_s=1)
+    x = np.ones((8, 4), "float32")
+    for size, said in ((8, 0), (4, 1), (8, 1)):
+        model.fit(x[:size], x[:size, :1], batch_size=size, verbose=0)
+        assert sum("draw from their start again" in record.message for record in caplog.records) == said
+
+
+def test_an_error_of_a_layer_is_whole():
+    """Keras names the layer first, and what is wrong in a later line."""
+    model = keras.Sequential([keras.Input((32,)), layers.Dense(4)])
+    compiled(model, loss="mse", metrics=None)
+    fit_within(model, "1GiB")
+    with pytest.raises(checkmate.GraphError, match="expected axis -1 of input shape to have value 32"):
+        model.fit(np.ones((8, 3), "float32"), np.ones((8, 4), "float32"), verbose=0)
 
 
 def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():

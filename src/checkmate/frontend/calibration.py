@@ -100,7 +100,9 @@ def refusal(
     """
     found = "no plan was found"
     if smallest_bytes is not None:
-        found = f"the smallest measured peak is {format_bytes(smallest_bytes)} ({smallest_bytes - limit_bytes:+} bytes)"
+        over = smallest_bytes - limit_bytes
+        amount = f"{over:+} bytes" if over > 0 else "below the budget by less than the allocator's free chunks can add"
+        found = f"the smallest measured peak is {format_bytes(smallest_bytes)} ({amount})"
     enough = None if smallest_bytes is None else smallest_bytes + margin_bytes
     binding_op = getattr(cause, "binding_op", "")
     found += f"; {binding_op} sets the floor of all plans" if binding_op else ""

@@ -69,10 +69,13 @@ class PlannedFunction:
             peak = measure_plan(self.capture, self.function, batch, limit_bytes)
         except tf.errors.ResourceExhaustedError:
             peak = self.result.peak_bytes if limit_bytes is None else limit_bytes + limit_bytes // 10
-        random = any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
-        return replace(
-            self, measured_bytes=peak, function=build_function(self.capture, self.result.plan.order) if random else self.function
-        )
+        again = build_function(self.capture, self.result.plan.order) if self.draws_in_kernels else self.function
+        return replace(self, measured_bytes=peak, function=again)
+
+    @property
+    def draws_in_kernels(self) -> bool:
+        """Whether ops like `tf.random.uniform` draw from streams that belong to this function."""
+        return any(op.type in KERNEL_RANDOM for chain in self.capture.members for op in chain)
 
     @property
     def needed_bytes(self) -> int:
@@ -238,6 +241,11 @@ class PlannedSteps:
         if before:
             shapes, peak = [tensor.shape for tensor in data], format_bytes(planned.result.peak_bytes)
             _log.info("another shape of a batch was planned: %s, peak %s", shapes, peak)
+            if planned.draws_in_kernels:
+                _log.warning(
+                    "ops like tf.random.uniform draw from their start again for this shape of a batch, unlike without a plan: "
+                    "draw with keras.random and a SeedGenerator, or use batches of one size, as drop_remainder=True makes them"
+                )
         if planned.measured_bytes is not None and not self._keeps_everything and (sizes := data_sizes(captured)) is not None:
             self._sizes[signature] = sizes
         self.planned[self._key(specs, data)] = planned

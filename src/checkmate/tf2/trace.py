@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,8 +180,10 @@ def trace_step(model: keras.Model, step: Callable[..., Any], specs: Sequence[Any
     except (TypeError, ValueError, LookupError, RuntimeError, tf.errors.OpError) as error:
         if isinstance(error, CheckmateError):
             raise
+        # Keras says which layer was called before it says why that failed, in bold type.
+        why = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
         raise GraphError(
-            f"the step cannot be traced: {str(error).strip().splitlines()[0]}",
+            f"the step cannot be traced: {' '.join(why[:2])}",
             hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(phases), tuple(function.graph.variables))

@@ -117,7 +117,7 @@ class _Pair:
         return saved
 
     def _step(self, values: dict[int, Any]) -> Callable[[Any, Any], Any]:
-        """The body of the loop; it stacks what others read, and what is saved."""
+        """The body of the loop; it stacks values that others read, and those to save."""
         loop, body = self.loop, self.loop.body
 
         def step(carry: Any, slices: Any) -> Any:
@@ -131,7 +131,7 @@ class _Pair:
         return step
 
     def backward(self, values: dict[int, Any], saved: list[Any]) -> None:
-        """Run the loop of the derivative, in which each iteration computes again what is not saved."""
+        """Run the loop of the derivative, in which each iteration computes again the values that are not saved."""
         theirs, own, body = self.loop, self.derivative, self.loop.body
         given = theirs.split([_value(values, s) for s in theirs.equation.inputs])[2]
         fixed, _, sliced = theirs.split(body.arguments)
