@@ -23,13 +23,17 @@ import tensorflow as tf
 
 from checkmate.core.budget import Budget, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
+from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import calibration, progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.options import CostSource, PlanningOptions
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, near_smallest
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.apply_plan import Runner, build_function, data_sizes
 from checkmate.tf2.capture import Capture
@@ -104,9 +108,18 @@ class PlanSearch:
 
     @functools.cached_property
     def smallest(self) -> PlannedFunction:
-        """The plan with the smallest planned peak that is found within 10 s, or another one that needed less."""
-        self._run(near_smallest(self.capture.graph, 10.0, enough_bytes=0))  # the same for all budgets
+        """The plan with the smallest planned peak that is found within 10 s, or another one that needed less, also before."""
+        graph = self.capture.graph
+        self._run(near_smallest(graph, 10.0, enough_bytes=0))  # the same for all budgets
+        for known in self._refused.all()[:1]:
+            with contextlib.suppress(CheckmateError):  # of another graph
+                self._run(evaluate(graph, Plan.from_order(graph, known.order)))
         return min(self.measured.values(), key=lambda planned: planned.needed_bytes)
+
+    @property
+    def _refused(self) -> PlanStore:
+        """The smallest plans of earlier refusals, which named budgets for them."""
+        return PlanStore(f"tf2 refusal {sources_digest()} {self.capture.graph.digest}")
 
     def run(self) -> PlannedFunction:
         """The cheapest plan that fits with half of the headroom, which another free chunk may take.
@@ -143,6 +156,7 @@ class PlanSearch:
         """The error if no plan keeps the budget, with a budget that the smallest plan keeps."""
         needed, fixed = self.smallest.needed_bytes, self._policy.resident_bytes
         margin = math.ceil(max(0, needed - fixed) / 10)  # other free chunks in another process
+        self._refused.add(MeasuredPlan(self.smallest.result.plan.order, StepMemory.of_whole_step(needed)))
         return calibration.refusal(self.budget_bytes, needed, cause, margin)
 
     def _run(self, result: Result) -> PlannedFunction:

@@ -134,7 +134,7 @@ class _Pair:
         """Run the loop of the derivative, in which each iteration computes again the values that are not saved."""
         theirs, own, body = self.loop, self.derivative, self.loop.body
         given = theirs.split([_value(values, s) for s in theirs.equation.inputs])[2]
-        fixed, _, sliced = theirs.split(body.arguments)
+        fixed, carries, sliced = theirs.split(body.arguments)
         known = [values[stack] for stack in self.known.values()]
         sources = [self.read.get(s) if isinstance(s, int) else None for s in own.equation.inputs]
         inputs = [_value(values, s) if source is None else None for s, source in zip(own.equation.inputs, sources, strict=True)]
@@ -143,9 +143,9 @@ class _Pair:
         run = as_function(closed, opened(closed)[1])
 
         def step(carry: Any, slices: Any) -> Any:
-            # Without barriers XLA takes a slice again for each reader, and stores them all.
-            *read_again, saved = slices
-            stacks, given, known = jax.tree.map(barrier, read_again)
+            # Without barriers XLA takes a slice again for each reader, and stores them all. With one, it stores a carry twice.
+            stacks, given, known = jax.tree.map(barrier, slices[:3])
+            saved = [a if v in carries else barrier(a) for v, a in zip(self.saved, slices[3], strict=True)]
             local = dict(zip((*fixed, *sliced), (*theirs.constants(values), *given), strict=True)) | dict(body.constants)
             local |= dict(zip((*self.known, *self.saved), (*known, *saved), strict=True))
             for equation in self.again:
