@@ -404,7 +404,7 @@ class _Programs:
             if change >= 0:
                 best, low = [min([*best, result], key=lambda result: result.cost)], left
             else:
-                high = left - 1
+                high, change = left - 1, min(change, -left // 20)  # one value fewer may be many bytes
             if 0 <= change <= 0.01 * target_bytes or low >= high:
                 break
         return best, low
