@@ -379,7 +379,7 @@ class _Programs:
         """
         chosen, loops = self.plain, self.plain.loops
         if loops.stacked_bytes:
-            programs = [self.plain.saving(saved_bytes) for saved_bytes in {loops.carry_bytes, 0}]
+            programs = [self.plain.saving(saved_bytes) for saved_bytes in (loops.carry_bytes, 0)]
             chosen = min(programs, key=lambda program: keep_everything(program.capture.graph).peak_bytes)
         graph = self._add(chosen).graph
         costs = (int(alike) or (estimated_ns(chain) if chain else 0) for chain in chosen.capture.members)

@@ -195,7 +195,8 @@ def _captured(
                 hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; "
                 "inside a transformation use checkmate.jax.remat",
             )
-        trace = with_bodies_alone(_traced(flat, arguments)) if exact else _traced(flat, arguments)
+        trace = _traced(flat, arguments)
+        trace = with_bodies_alone(trace) if exact else trace
         ends = list(
             itertools.accumulate((len(Arguments.of((spec,), {}, trace_numbers=True).arrays) for spec in specs), initial=0)
         )

@@ -76,7 +76,6 @@ class _Pair:
         self.stacked_bytes = self.length * sum(body.size_bytes(v) for v in wanted if v in {*made, *self._carries})
         self._each_bytes, self._restart_bytes = (sum(map(body.size_bytes, some)) for some in (self._carries, carries))
         self.carry_bytes = self.length * self._each_bytes
-        self._inner = self.length
 
     def choose(self, room_bytes: float) -> None:
         """Choose the values that the loop saves, within some bytes as far as the carries leave them.

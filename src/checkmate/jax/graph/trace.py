@@ -94,9 +94,9 @@ class Trace:
         return type_bytes(self.types[value])
 
 
-def trace_flat(function: Callable[..., Any], *arguments: Any, checkpoints: bool = True) -> Trace:
+def trace_flat(function: Callable[..., Any], *arguments: Any) -> Trace:
     """Trace a function of nests of arrays, tracers or `jax.ShapeDtypeStruct`, and flatten the result, as `flattened` does."""
-    return flattened(jax.make_jaxpr(function)(*arguments), checkpoints=checkpoints)
+    return flattened(jax.make_jaxpr(function)(*arguments))
 
 
 def flattened(closed: Any, *, differentiable: bool = False, checkpoints: bool = True) -> Trace:
@@ -230,9 +230,13 @@ def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape and type of an array, to compile for it; an array on an explicit mesh is whole on each device."""
     sharding = None
     if needs_mesh(aval):
-        mesh = jax.make_mesh(aval.sharding.mesh.axis_sizes, aval.sharding.mesh.axis_names, aval.sharding.mesh.axis_types)
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(_mesh_like(aval.sharding.mesh), jax.sharding.PartitionSpec())
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
+
+
+@functools.cache  # every argument of a program is on it
+def _mesh_like(mesh: jax.sharding.AbstractMesh) -> jax.sharding.Mesh:
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
 
 
 def needs_mesh(aval: Any) -> bool:
